@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
@@ -20,7 +19,8 @@ from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
 from planner.solving.path_rows import PathRows, Way
-from planner.solving.peak_bounds import first_run_bytes
+from planner.solving.plan_columns import columns_of
+from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
 
@@ -40,9 +40,8 @@ _NEAR_SHARE = 0.25
 _TURN_SHARE = 0.65
 """What share of the time one programme may take while cuts are still being found."""
 
-_FEW_CUTS, _CUTS_BETWEEN, _SHORT = 3, 6, 8
-"""From so many cuts on, while plan and bound are far from each other, so many more are added between them at a time,
-in stretches of no fewer operations."""
+_OVER, _CUTS_AT_ONCE = 2e-3, 6
+"""By so much of the budget a relaxed solution must be over it for a cut there, and so many are added at a time."""
 
 _MENDED = 1.3
 """Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
@@ -53,6 +52,9 @@ _HOPELESS = 10.0
 _LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _TURN_SECONDS_PER_ROW = 2e-5, 2e-8, 2e-6
 """About what a relaxation takes for each row, and for each row and step; and HiGHS between two questions whether to
 stop; where work is counted."""
+
+_SHARES_SECONDS_PER_READ = 1.5e-7
+"""About what it takes to carry shares out, for each operation and value; where work is counted."""
 
 _STALLED = 2e-4
 """By so much of the step the bound must rise for rows that are broken to be looked for again."""
@@ -95,7 +97,6 @@ class _StepCutSearch:
         self.clock = effort.clock()
         self.enough = effort.enough
         self.tell = progress
-        self.needs_bytes = first_run_bytes(self.problem.graph, self.problem.costs)
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
         self.ways: list[Way] = []
         self.roundings: list[Rounding] = []
@@ -159,7 +160,10 @@ class _StepCutSearch:
                 continue
             if incumbent.schedule is None or evaluation.peak_bytes <= _MENDED * problem.budget_bytes:
                 self.mend(schedule.order)
-            more = self.more_cuts(cuts, schedule, segment, evaluation.timeline_bytes)
+            if relax:
+                more = self.cuts_of_shares(cuts, model, columns)
+            else:
+                more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
             if more is None:
                 break
             cuts = more
@@ -206,7 +210,9 @@ class _StepCutSearch:
         if answer is not None and not spare:
             self.take(answer)
         if not relax and not (answer is not None and answer.infeasible):
-            answer = self.answer(model, gap_seconds, share)
+            known = self.incumbent.schedule if not spare else None
+            start = columns_of(self.problem, cuts, model, known) if known is not None else None
+            answer = self.answer(model, gap_seconds, share, start)
             if not spare:
                 self.take(answer)
         assert answer is not None
@@ -232,14 +238,12 @@ class _StepCutSearch:
             if found.columns is None:
                 break
             risen, answer = found.bound - answer.bound if answer.columns else math.inf, found
-            self.ways, self.roundings = paths.tight(found.columns), budgets.tight(found.columns)
-            broken = [*paths.broken(found.columns), *budgets.broken(found.columns)]
-            if not broken:
+            self.ways, self.roundings = paths.binding(found.prices), budgets.binding(found.prices)
+            if not paths.add_broken(found.columns) + budgets.add_broken(found.columns):
                 break
-            relaxation.add(broken)
         return answer
 
-    def answer(self, model: Model, gap_seconds: float, share: float) -> Answer:
+    def answer(self, model: Model, gap_seconds: float, share: float, start: Sequence[float] | None) -> Answer:
         """Hand a programme to the library, for as long as it may take."""
         clock, rows = self.clock, len(model.rows)
         turn_seconds = clock.left(share)
@@ -248,9 +252,9 @@ class _StepCutSearch:
         turn_seconds = max(turn_seconds, 0.05)
         gap = gap_seconds / self.scale
         if not clock.counts_work:
-            return self.library.minimise(model, seconds=turn_seconds, gap=gap)
+            return self.library.minimise(model, seconds=turn_seconds, gap=gap, start=start)
         turns = 1 + int(turn_seconds / (rows * _TURN_SECONDS_PER_ROW + 1e-6))
-        answer = self.library.minimise(model, turns=turns, gap=gap)
+        answer = self.library.minimise(model, turns=turns, gap=gap, start=start)
         clock.work(rows * _LP_SECONDS_PER_ROW)
         clock.work(answer.turns * rows * _TURN_SECONDS_PER_ROW)
         return answer
@@ -266,26 +270,18 @@ class _StepCutSearch:
             order = take_back(self.problem, order, self.clock)
         self.offer(order)
 
-    def more_cuts(
-        self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]
-    ) -> list[Cut] | None:
-        """Add the cut that a schedule over the budget calls for, and more where many are needed; None: none is new."""
-        found = self.cut_at(cuts, schedule, segment, timeline) or cuts
-        if len(cuts) >= _FEW_CUTS and not self.incumbent.is_closed(_FAR * self.problem.baseline.seconds):
-            for _ in range(_CUTS_BETWEEN):
-                found = self.cut_between(found)
-        return found if found != cuts else None
-
-    def cut_between(self, cuts: list[Cut]) -> list[Cut]:
-        """Add a cut in the longest stretch of the backward without one, where most must be there."""
+    def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
+        """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""
         graph = self.problem.graph
-        begin, end = min(graph.loss_index, cuts[0].step), len(graph.operations)
-        steps = sorted({begin, *(cut.step for cut in cuts if cut.step >= begin), end})
-        length, last = max((after - before, -before) for before, after in pairwise(steps))
-        if length < _SHORT:
-            return cuts
-        inside = range(length // 4 - last, length - length // 4 - last)
-        return self.with_step(cuts, max(inside, key=self.needs_bytes.__getitem__)) or cuts
+        self.clock.work(_SHARES_SECONDS_PER_READ * len(graph.operations) * len(graph.values))
+        most_bytes = (1.0 + _OVER) * self.problem.budget_bytes
+        worst: list[tuple[float, int]] = []
+        for stretch in bytes_between(self.problem, cuts, model, columns):
+            over = [(size_bytes, step) for step, size_bytes in stretch.items() if size_bytes > most_bytes]
+            worst += sorted(over)[-1:]
+        worst.sort(reverse=True)
+        found = [*cuts, *(Cut(step) for _, step in worst[:_CUTS_AT_ONCE])]
+        return sorted(found, key=lambda cut: cut.step) if worst else None
 
     def cut_at(
         self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.solving.step_cut import Cut, Model, Room, Row, has_no_slack
+from planner.solving.step_cut import Cut, Model, Room, Row, is_binding
 
 _BROKEN = 1e-3
 """By so much a row must be broken to be worth adding."""
@@ -45,24 +45,28 @@ class BudgetRows:
     """The rows for a model of some cuts, those of roundings that are known already to begin with."""
 
     def __init__(self, model: Model, known: Iterable[Rounding] = ()) -> None:
+        self.model = model
         self.rooms = {room.cut: room for room in model.rooms}
-        self.added: list[tuple[Rounding, Row]] = []
-        """What the model has of these rows."""
-        model.rows.extend(self._add(known))
+        self.places: list[tuple[Rounding, int]] = []
+        """Where the model has these rows."""
+        self._add(known)
 
-    def broken(self, columns: Sequence[float]) -> list[Row]:
-        """Return rows that a solution breaks, for each cut the one that is broken most, if any is; all are added."""
-        return self._add(each for room in self.rooms.values() if (each := _most_broken(room, columns)) is not None)
+    def add_broken(self, columns: Sequence[float]) -> int:
+        """Add the row to the model that a solution breaks most of each cut's, if it breaks any; return how many."""
+        before = len(self.places)
+        self._add(each for room in self.rooms.values() if (each := _most_broken(room, columns)) is not None)
+        return len(self.places) - before
 
-    def tight(self, columns: Sequence[float]) -> list[Rounding]:
-        """Return the roundings whose rows a solution leaves no slack."""
-        return [each for each, row in self.added if has_no_slack(row, columns)]
+    def binding(self, prices: Sequence[float]) -> list[Rounding]:
+        """Return the roundings whose rows hold an optimum up, given the prices of the model's rows."""
+        return [each for each, place in self.places if is_binding(prices[place])]
 
-    def _add(self, roundings: Iterable[Rounding]) -> list[Row]:
-        possible = ((each, self.rooms[each.cut]) for each in roundings if each.cut in self.rooms)
-        more = [(each, row) for each, room in possible if (row := _row(room, each)) is not None]
-        self.added += more
-        return [row for _, row in more]
+    def _add(self, roundings: Iterable[Rounding]) -> None:
+        for each in roundings:
+            room = self.rooms.get(each.cut)
+            if room is not None and (row := _row(room, each)) is not None:
+                self.places.append((each, len(self.model.rows)))
+                self.model.rows.append(row)
 
 
 def _most_broken(room: Room, columns: Sequence[float]) -> Rounding | None:
@@ -90,14 +94,15 @@ def _most_broken(room: Room, columns: Sequence[float]) -> Rounding | None:
 
 def _row(room: Room, rounding: Rounding) -> Row | None:
     """Round a cut's room; None if there is nothing to gain, as where some of it is left free."""
-    signed = _signed(room, rounding.there)
+    there = frozenset(place for place in rounding.there if place < len(room.sizes))  # with any choice it holds
+    signed = _signed(room, there)
     whole, rest = divmod(_left_bytes(room, signed), rounding.unit_bytes)
     if rest > _NEARLY * rounding.unit_bytes:
         return None
     weights = [_rounded(size, rounding.unit_bytes, rest) for size in signed]
-    most = whole - sum(weights[place] for place in rounding.there)
+    most = whole - sum(weights[place] for place in there)
     terms = [
-        (column, weight if place in rounding.there else -weight)
+        (column, weight if place in there else -weight)
         for place, (column, weight) in enumerate(zip(room.sizes, weights, strict=True))
         if weight
     ]

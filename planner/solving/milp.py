@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol
@@ -28,6 +28,8 @@ class Answer:
     bound: float
     infeasible: bool = False
     turns: int = 0
+    prices: list[float] = field(default_factory=list)
+    """Of an optimal relaxation: for each row, by how much the objective rises with what the row is at least."""
 
 
 def _highs() -> Any:
@@ -82,8 +84,9 @@ class Library:
         turns: int | None = None,
         gap: float = 0.0,
         relax: bool = False,
+        start: Sequence[float] | None = None,
     ) -> Answer:
-        """Solve a model, or its LP relaxation, whose columns need not be whole.
+        """Solve a model, from a solution that is known if there is one; or its relaxation, with columns of any share.
 
         A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC:
         after so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
@@ -93,23 +96,19 @@ class Library:
         if relax or not any(model.integer):
             return self.relaxation(model).solve(seconds)
         if self.has_highs:
-            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap)
+            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap, start=start)
         return _by_cbc(self.pulp, model, seconds=seconds, turns=turns, relax=False)
 
     def relaxation(self, model: Model) -> Relaxation:
-        """Return the LP relaxation of a model, to which rows may be added."""
+        """Return the LP relaxation of a model, to whose rows others may be added."""
         return _HighsRelaxation(self.highspy, model) if self.has_highs else _CbcRelaxation(self.pulp, model)
 
 
 class Relaxation(Protocol):
-    """An LP relaxation that can be solved again with more rows."""
+    """An LP relaxation that can be solved again when its model has more rows."""
 
     def solve(self, seconds: float | None = None) -> Answer:
         """Solve it; after so many seconds without an optimum nothing is known. Turns are the steps that it took."""
-        ...
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add rows to it, and to its model."""
         ...
 
 
@@ -121,9 +120,11 @@ class _HighsRelaxation:
         self.highs = _silent(highspy)
         self.highs.setOptionValue("threads", 1)
         self.highs.passModel(_matrix(highspy, model, relax=True))
+        self.num_rows = len(model.rows)
 
     def solve(self, seconds: float | None = None) -> Answer:
         highs = self.highs
+        self._add(self.model.rows[self.num_rows :])
         if seconds is not None:  # its clock goes on from one run to the next
             highs.setOptionValue("time_limit", highs.getRunTime() + seconds)
         highs.run()
@@ -133,10 +134,15 @@ class _HighsRelaxation:
             return Answer(None, 0.0, infeasible=True, turns=turns)
         if status != self.highspy.HighsModelStatus.kOptimal:  # what it has come to bounds nothing
             return Answer(None, 0.0, turns=turns)
-        return Answer(_columns(highs), max(info.objective_function_value * (1 - _TOLERANCE), 0.0), turns=turns)
+        bound = max(info.objective_function_value * (1 - _TOLERANCE), 0.0)
+        return Answer(
+            _columns(highs), bound, turns=turns, prices=[float(each) for each in highs.getSolution().row_dual]
+        )
 
-    def add(self, rows: Sequence[Row]) -> None:
-        self.model.rows.extend(rows)
+    def _add(self, rows: Sequence[Row]) -> None:
+        self.num_rows += len(rows)
+        if not rows:
+            return
         starts, columns, weights, least = _compressed(rows)
         highest = import_module("numpy").full(len(rows), self.highspy.kHighsInf)
         self.highs.addRows(len(rows), least, highest, len(columns), starts[:-1], columns, weights)
@@ -151,11 +157,16 @@ class _CbcRelaxation:
     def solve(self, seconds: float | None = None) -> Answer:
         return _by_cbc(self.pulp, self.model, seconds=seconds, turns=None, relax=True)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        self.model.rows.extend(rows)
 
-
-def _by_highs(highspy: Any, model: Model, *, seconds: float | None, turns: int | None, gap: float) -> Answer:
+def _by_highs(
+    highspy: Any,
+    model: Model,
+    *,
+    seconds: float | None,
+    turns: int | None,
+    gap: float,
+    start: Sequence[float] | None,
+) -> Answer:
     counter = _Counter(turns)
     options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
     highs = _silent(highspy)
@@ -166,6 +177,10 @@ def _by_highs(highspy: Any, model: Model, *, seconds: float | None, turns: int |
         highs.setCallback(counter.asked, None)
         highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
     highs.passModel(_matrix(highspy, model, relax=False))
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = list(start)
+        highs.setSolution(solution)
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
     if _is_infeasible(highspy, status):
@@ -273,4 +288,5 @@ def _by_cbc(pulp: Any, model: Model, *, seconds: float | None, turns: int | None
         bound = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
     else:  # CBC keeps its dual bound to itself
         bound = _by_cbc(pulp, model, seconds=seconds, turns=None, relax=True).bound
-    return Answer(values, max(bound, 0.0))
+    prices = [row.pi or 0.0 for row in programme.constraints.values()] if relax and optimal else []
+    return Answer(values, max(bound, 0.0), prices=prices)

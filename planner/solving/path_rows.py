@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.ir.problem import Problem
-from planner.solving.step_cut import Cut, Model, Row, has_no_slack
+from planner.solving.step_cut import Cut, Model, Row, is_binding
 
 _BROKEN = 1e-3
 """By so much a row must be broken to be worth adding."""
@@ -44,8 +44,8 @@ class PathRows:
     def __init__(self, problem: Problem, cuts: Sequence[Cut], model: Model, known: Iterable[Way] = ()) -> None:
         self.graph, self.model = problem.graph, model
         self.ends: list[Cut | None] = [*cuts, None]
-        self.added: list[tuple[Way, Row]] = []
-        """What the model has of these rows."""
+        self.places: list[tuple[Way, int]] = []
+        """Where the model has these rows."""
         operations, producer = self.graph.operations, self.graph.producer
         ends = [*(cut.latest for cut in cuts[1:]), len(operations) - 1]
         self.reads: list[list[int]] = []
@@ -59,24 +59,29 @@ class PathRows:
         """Of a solution: what each cut holds, and how much."""
 
         for way in known:
-            if way.first in cuts and way.until in self.ends and (row := self._row(way)) is not None:
-                self.added.append((way, row))
-        model.rows.extend(row for _, row in self.added)
+            if way.first in cuts and way.until in self.ends:
+                self._add(way)
 
-    def broken(self, columns: Sequence[float]) -> list[Row]:
-        """Return rows that a solution breaks, the worst first, no more than are worth adding at once; all are added."""
+    def add_broken(self, columns: Sequence[float]) -> int:
+        """Add the rows to the model that a solution breaks most, no more than are worth it at once; return how many."""
         self.runs = [_above_nothing(cut, columns) for cut in self.model.run_again]
         self.holds = [_above_nothing(cut, columns) for cut in self.model.held]
         found = [each for first in range(len(self.model.held) - 1) for each in self._broken_from(first, columns)]
         found.sort(key=lambda each: -each[0])
-        rows = [(way, self._row(way)) for _, way in found[:_ROWS_AT_ONCE]]
-        more = [(way, row) for way, row in rows if row is not None]
-        self.added += more
-        return [row for _, row in more]
+        before = len(self.places)
+        for _, way in found[:_ROWS_AT_ONCE]:
+            self._add(way)
+        return len(self.places) - before
 
-    def tight(self, columns: Sequence[float]) -> list[Way]:
-        """Return the ways whose rows a solution leaves no slack."""
-        return [way for way, row in self.added if has_no_slack(row, columns)]
+    def binding(self, prices: Sequence[float]) -> list[Way]:
+        """Return the ways whose rows hold an optimum up, given the prices of the model's rows."""
+        return [way for way, place in self.places if is_binding(prices[place])]
+
+    def _add(self, way: Way) -> None:
+        row = self._row(way)
+        if row is not None:
+            self.places.append((way, len(self.model.rows)))
+            self.model.rows.append(row)
 
     def _broken_from(self, first: int, columns: Sequence[float]) -> Iterator[tuple[float, Way]]:
         """Return the ways of broken rows of an earlier cut, each with by how much."""

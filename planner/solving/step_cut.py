@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from planner.solving.passing import Passing, passing_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,12 @@ class Cut:
 Row = tuple[list[tuple[int, float]], float]
 """Columns with their weights, and what their weighted sum is at least."""
 
-_NO_SLACK = 1e-6
+_NO_PRICE = 1e-9
 
 
-def has_no_slack(row: Row, columns: Sequence[float]) -> bool:
-    """Say whether a solution keeps a row by nothing."""
-    terms, least = row
-    return sum(weight * columns[column] for column, weight in terms) < least + _NO_SLACK
+def is_binding(price: float) -> bool:
+    """Say whether a row holds an optimum up, by what its bound would fall by without it."""
+    return abs(price) > _NO_PRICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,13 @@ class Model:
     run_again: list[dict[int, int]] = field(default_factory=list)
     held: list[dict[int, int]] = field(default_factory=list)
     begins: list[dict[int, int]] = field(default_factory=list)
+    ever_after: list[dict[int, int]] = field(default_factory=list)
+    """Whether what has a random state runs again at any time after a cut."""
     rooms: list[Room] = field(default_factory=list)
     """Of the cuts at which not everything fits."""
+    passing: list[Passing] = field(default_factory=list)
+    """Values that are never held at a cut after their reader's first run: their column is that of ``nothing``."""
+    nothing: int = -1
 
     def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
         """Add a variable between 0 and 1."""
@@ -138,7 +143,11 @@ class _Builder:
         self.cuts = cuts
         self.model = model = Model()
         self.room_bytes: list[int] = []
-        scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
+        model.nothing = model.column()
+        model.at_least(0.0, (model.nothing, -1.0))
+        self.scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
+        model.passing = passing_values(graph, frozenset().union(*(cut.again for cut in cuts)))
+        self.runs_with = {each.maker: each.reader for each in model.passing if each.together}
         operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
         for cut in cuts:
             again, holdable = needed_after(problem, cut.latest)
@@ -150,19 +159,33 @@ class _Builder:
                 fixed |= {u for u in (*step.inputs, *step.outputs) if not values[u].retained}
                 room -= problem.costs[cut.step].workspace_bytes
             self.room_bytes.append(room - sum(values[u].size_bytes for u in fixed))
-            model.held.append({u: model.column() for u in holdable if u not in fixed})
-            model.run_again.append({o: model.column(problem.costs[o].seconds / scale, integer=True) for o in again})
+            passing = {each.value for each in model.passing if each.reader <= cut.latest}
+            model.held.append(
+                {u: model.nothing if u in passing else model.column() for u in holdable if u not in fixed}
+            )
+            model.run_again.append(self.columns_of_runs(again))
             model.begins.append({o: model.column(integer=True) for o in again if o in cut.again})
-        # Whether what has a random state runs again at any time after a cut; after the last one, ``run_again`` says so.
         random = [{o: column for o, column in again.items() if operations[o].state_bytes} for again in model.run_again]
-        self.ever_after = [{o: model.column() for o in again} for again in random[:-1]]
-        self.ever_after.append(random[-1])
+        model.ever_after = [*({o: model.column() for o in again} for again in random[:-1]), random[-1]]
+
+    def columns_of_runs(self, again: Sequence[int]) -> dict[int, int]:
+        """Add the columns of what may run again after a cut; what runs again only with its reader has that one's."""
+        columns: dict[int, int] = {}
+        for operation in reversed(again):
+            cost = self.problem.costs[operation].seconds / self.scale
+            column = columns.get(self.runs_with.get(operation, operation))
+            if column is None:
+                column = self.model.column(integer=True)
+            self.model.cost[column] += cost
+            columns[operation] = column
+        return dict(reversed(columns.items()))
 
     def sources(self, number: int, value: int) -> list[tuple[int, float]]:
         """Return the columns of which one must be 1 for a value to be there after a cut; none if it always is."""
         if value not in self.model.held[number]:
             return []
-        terms = [(self.model.held[number][value], 1.0)]
+        held = self.model.held[number][value]
+        terms = [(held, 1.0)] if held != self.model.nothing else []
         maker = self.model.run_again[number].get(self.graph.producer[value])
         return terms if maker is None else [*terms, (maker, 1.0)]
 
@@ -177,8 +200,8 @@ class _Builder:
                 model.at_least(1.0, *self.sources(number, value))
         for operation, column in run_again.items():
             for value in self.graph.operations[operation].inputs:
-                if value in held:
-                    model.at_least(0.0, *self.sources(number, value), (column, -1.0))
+                if value in held and (column, 1.0) not in (sources := self.sources(number, value)):
+                    model.at_least(0.0, *sources, (column, -1.0))
         if cut.again:
             self.require_beginning(number)
 
@@ -211,7 +234,7 @@ class _Builder:
         for value, column in model.held[number + 1].items():
             maker = self.graph.producer[value]
             sources = self.sources(number, value)
-            if maker > self.cuts[number].latest or not sources:
+            if column == model.nothing or maker > self.cuts[number].latest or not sources:
                 continue
             if maker in following.again:
                 sources.append((model.begins[number + 1][maker], 1.0))
@@ -219,17 +242,18 @@ class _Builder:
 
     def keep_states(self, number: int) -> None:
         """Let a random state be there at a cut if its operation runs again at any time after it."""
-        model, ever = self.model, self.ever_after[number]
+        model, ever = self.model, self.model.ever_after[number]
         for operation, column in ever.items():
             model.at_least(0.0, (column, 1.0), (model.run_again[number][operation], -1.0))
-            if operation in self.ever_after[number + 1]:
-                model.at_least(0.0, (column, 1.0), (self.ever_after[number + 1][operation], -1.0))
+            if operation in self.model.ever_after[number + 1]:
+                model.at_least(0.0, (column, 1.0), (self.model.ever_after[number + 1][operation], -1.0))
 
     def keep_budget(self, number: int) -> None:
         """Require the values at a cut, and the random states for reruns after it, to fit."""
         model, graph = self.model, self.graph
-        sizes = {column: graph.values[u].size_bytes for u, column in model.held[number].items()}
-        for operation, column in self.ever_after[number].items():
+        held = model.held[number].items()
+        sizes = {column: graph.values[u].size_bytes for u, column in held if column != model.nothing}
+        for operation, column in self.model.ever_after[number].items():
             sizes[column] = graph.operations[operation].state_bytes
         for operation, column in model.begins[number].items():
             extra = (u for u in graph.operations[operation].outputs if u not in model.held[number])

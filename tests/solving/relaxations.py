@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 from planner.ir.problem import Problem
 from planner.solving.milp import Library
-from planner.solving.step_cut import Cut, Model, Row, build
+from planner.solving.step_cut import Cut, Model, build
 from tests.oracle import cheapest, random_graph
 
 LIBRARY = Library(print)
 
 
 class Rows(Protocol):
-    """Rows of a kind for a model: those that a solution breaks, and what tells those that it leaves no slack."""
+    """Rows of a kind for a model: those that a solution breaks, and what tells those that hold an optimum up."""
 
-    def broken(self, columns: Sequence[float]) -> list[Row]: ...
+    def add_broken(self, columns: Sequence[float]) -> int: ...
 
-    def tight(self, columns: Sequence[float]) -> list[Any]: ...
+    def binding(self, prices: Sequence[float]) -> list[Any]: ...
 
 
 RowsOf = Callable[[Problem, list[Cut], Model, list[Any]], Rows]
@@ -36,11 +36,10 @@ def bounds(problem: Problem, cuts: list[Cut], rows_of: RowsOf, known: list[Any])
     while True:
         found = relaxation.solve()
         assert found.columns is not None
-        broken = rows.broken(found.columns)
+        broken = rows.add_broken(found.columns)
         assert all(len({column for column, _ in terms}) == len(terms) for terms, _ in model.rows)
         if not broken:
-            return without * scale, found.bound * scale, rows.tight(found.columns)
-        relaxation.add(broken)
+            return without * scale, found.bound * scale, rows.binding(found.prices)
 
 
 def hold_to_the_cheapest_plan(seed: int, rows_of: RowsOf, steps_in_turn: Sequence[Sequence[int]]) -> None:

@@ -19,7 +19,9 @@ def _room(sizes: list[int], free_bytes: int) -> Model:
 
 
 def test_of_three_equal_values_two_fit_where_a_relaxation_holds_most_of_each() -> None:
-    [(terms, least)] = BudgetRows(_room([4, 4, 4], 11)).broken([11 / 12] * 3)
+    model = _room([4, 4, 4], 11)
+    assert BudgetRows(model).add_broken([11 / 12] * 3) == 1
+    [(terms, least)] = model.rows
 
     def keeps(*columns: float) -> bool:
         return sum(weight * columns[column] for column, weight in terms) >= least
@@ -36,7 +38,9 @@ def test_no_whole_choice_that_fits_breaks_a_row_and_the_shares_do(seed: int) -> 
     sizes = [rng.choice([0, 1, 4, 8, 12, 13, 2**30 + 1, 2**31]) for _ in range(9)]
     free_bytes = rng.randrange(sum(sizes) + 1)
     shares = [rng.choice([0.0, 1.0, rng.random()]) for _ in sizes]
-    for terms, least in BudgetRows(_room(sizes, free_bytes)).broken(shares):
+    model = _room(sizes, free_bytes)
+    BudgetRows(model).add_broken(shares)
+    for terms, least in model.rows:
         assert sum(weight * shares[column] for column, weight in terms) < least
         for whole in product((0, 1), repeat=len(sizes)):
             if sum(size * one for size, one in zip(sizes, whole, strict=True)) <= free_bytes:
