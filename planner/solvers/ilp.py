@@ -11,34 +11,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
+from planner.ir.simulator import Evaluation
+from planner.solving.branching import Branching
 from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Library
+from planner.solving.milp import Answer, Library, Relaxation, met
 from planner.solving.path_rows import PathRows, Way
-from planner.solving.plan_columns import columns_of
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
+from planner.solving.tree import Gains, Tree
 
-_LEVELS = ((1e-3, 0.8), (3e-4, 0.9), (1e-4, 0.7), (0.0, 0.4))
-"""How near to the bound to come, as a share of the step, and until what share of the time that is tried."""
+_LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
+"""Until each share of the time, how near plan and bound are to come, as a share of the step."""
 
-_ENOUGH = 3e-4
-"""The gap, as a share of the step, that is worth leaving some of the budget free for."""
+_RELAXED_SHARE, _DECIDED_SHARE = 0.6, 0.85
+"""Until what share of the time cuts are found by relaxations alone; and until which by whole solutions, before some of
+the budget is left free to find any plan at all."""
 
-_RELAXED_SHARE, _FAR, _FAR_SHARE = 0.5, 0.02, 0.9
-"""Until what share of the time cuts are found by relaxations alone, and until which where plan and bound are still so
-far from each other, as a share of the step: whole solutions are then out of reach."""
-
-_NEAR_SHARE = 0.25
-"""How near to its own bound a programme must come while cuts are still being found, as a share of the open gap."""
-
-_TURN_SHARE = 0.65
-"""What share of the time one programme may take while cuts are still being found."""
+_RISEN = 1e-4
+"""By so much of the step the bound must rise for cuts where a rounded solution breaks the budget to be added on."""
 
 _OVER, _CUTS_AT_ONCE = 2e-3, 6
 """By so much of the budget a relaxed solution must be over it for a cut there, and so many are added at a time."""
@@ -49,15 +47,12 @@ _MENDED = 1.3
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
-_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _TURN_SECONDS_PER_ROW = 2e-5, 2e-8, 2e-6
-"""About what a relaxation takes for each row, and for each row and step; and HiGHS between two questions whether to
-stop; where work is counted."""
+_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _NODE_SECONDS_PER_ROW = 2e-5, 2e-8, 4e-7
+"""About what a relaxation takes for each row, and for each row and step, and where only little of it has changed; where
+work is counted."""
 
 _SHARES_SECONDS_PER_READ = 1.5e-7
 """About what it takes to carry shares out, for each operation and value; where work is counted."""
-
-_STALLED = 2e-4
-"""By so much of the step the bound must rise for rows that are broken to be looked for again."""
 
 _SMALL = 60
 """Up to so many operations, the optimum itself is looked for from the start."""
@@ -88,6 +83,18 @@ class IlpSolver:
         _StepCutSearch(incumbent, effort, progress or (lambda line: None)).run()
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The kinds of rows that are added where a solution breaks them."""
+
+    paths: PathRows
+    budgets: BudgetRows
+
+    def add_broken(self, columns: Sequence[float]) -> int:
+        """Add some to the model; return how many."""
+        return self.paths.add_broken(columns) + self.budgets.add_broken(columns)
+
+
 class _StepCutSearch:
     """One solve: how it stands, and how much time is left."""
 
@@ -101,81 +108,93 @@ class _StepCutSearch:
         self.ways: list[Way] = []
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
-        self.last: tuple[list[Cut], Model, Answer] | None = None
-        """The last relaxation, with the rows that it needed: the programme itself is often asked for next."""
-        self.fits = False  # whether the last programme's own solution kept the budget; what is left is its gap
+        self.gains = Gains()
 
     def run(self) -> None:
         problem, count = self.problem, len(self.problem.graph.operations)
         if not self.incumbent.update(Schedule.keep_all(problem.graph), IlpSolver.name):
             self.library = Library(self.tell)
             cuts = [Cut(problem.baseline.peak_position)]
-            if count <= _SMALL:
-                self.add_cuts(cuts, gap_seconds=0.0, share=1.0)
-            else:
-                self.search(cuts)
+            self.search(cuts if count <= _SMALL else self.relax(cuts), cuts)
         if self.incumbent.schedule is None:
             raise self.incumbent.infeasible()
 
-    def search(self, cuts: list[Cut]) -> None:
-        """Find the cuts that matter by relaxations, then come nearer and nearer to the bound."""
-        first, step = cuts, self.problem.baseline.seconds
-        cuts = self.add_cuts(cuts, gap_seconds=_LEVELS[0][0] * step, share=_RELAXED_SHARE, relax=True)
-        if not self.fits:
-            cuts = self.add_cuts(cuts, gap_seconds=_FAR * step, share=_FAR_SHARE, relax=True)
-        self.fits = False
-        for gap, share in _LEVELS:
-            if gap < self.enough and self.incumbent.is_closed(self.enough * step):
-                break
-            cuts = self.add_cuts(cuts, gap_seconds=gap * step, share=share)
-            if not self.incumbent.is_closed(gap * step):
-                break
-        enough_seconds = max(_ENOUGH, self.enough) * step
-        if not self.incumbent.is_closed(enough_seconds) and not self.fits:
-            self.leave_spare(first, enough_seconds)
-            self.add_cuts(cuts, gap_seconds=enough_seconds, share=1.0)
+    def is_over(self, share: float = 1.0) -> bool:
+        """Say whether a share of the time is used up, or plan and bound are as near as they need be by now."""
+        if (
+            self.clock.left(share) <= 0
+            or self.incumbent.lower_bound_seconds > _HOPELESS * self.problem.baseline.seconds
+        ):
+            return True
+        gap = next(gap for until, gap in _LEVELS if self.clock.left(until) > 0)
+        return self.incumbent.is_closed(max(gap, self.enough) * self.problem.baseline.seconds)
 
-    def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float, relax: bool = False) -> list[Cut]:
-        """Solve, carry out, and cut where the budget breaks, until bound and schedule meet."""
-        problem, incumbent = self.problem, self.incumbent
-        while self.clock.left(share) > 0 and not incumbent.is_closed(gap_seconds):
-            is_last = self.fits  # nothing but the gap of this programme itself is left: it may take all the time
-            open_seconds = incumbent.added_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
-            near_seconds = max(gap_seconds, _NEAR_SHARE * open_seconds) if not self.fits else gap_seconds
-            columns, model = self.solve_cuts(cuts, near_seconds, share, relax=relax)
-            if columns is None or incumbent.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
+    def search(self, cuts: list[Cut], first: list[Cut]) -> None:
+        """Decide what runs again, and cut where that breaks the budget, until bound and plan meet."""
+        cuts = self.decide(cuts, 1.0 if self.incumbent.schedule else _DECIDED_SHARE)
+        if self.incumbent.schedule is None and not self.is_over():
+            self.leave_spare(first)
+            self.decide(cuts, 1.0)
+
+    def relax(self, cuts: list[Cut]) -> list[Cut]:
+        """Add cuts where relaxations break the budget, until they break it nowhere."""
+        best_seconds, best = 0.0, (cuts, self.ways, self.roundings)
+        while not self.is_over(_RELAXED_SHARE):
+            model, answer = self.relaxed(cuts, _RELAXED_SHARE)
+            if answer.columns is None:
                 break
-            schedule, segment = carry_out(problem, cuts, model, columns)
-            evaluation = problem.evaluate(schedule)
-            self.offer(schedule.order)
-            share_of_budget = evaluation.peak_bytes / max(problem.budget_bytes, 1)
-            self.tell(
-                f"ilp: {len(cuts)} cuts{', relaxed' if relax else ''}, bound {incumbent.lower_bound_seconds:.6g} s, "
-                f"carried out at {share_of_budget:.2%} of the budget, found {incumbent.added_seconds:.6g} s"
-            )
-            self.fits = evaluation.peak_bytes <= problem.budget_bytes
-            if self.fits and (is_last or relax):
-                break
-            if self.fits:
-                continue
-            if incumbent.schedule is None or evaluation.peak_bytes <= _MENDED * problem.budget_bytes:
-                self.mend(schedule.order)
-            if relax:
-                more = self.cuts_of_shares(cuts, model, columns)
-            else:
-                more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
+            schedule, _, evaluation = self.carried_out(cuts, model, answer.columns)
+            more = self.cuts_of_shares(cuts, model, answer.columns)
+            has_risen = answer.bound * self.scale > best_seconds + _RISEN * self.problem.baseline.seconds
+            if has_risen or more is not None:
+                best_seconds, best = answer.bound * self.scale, (cuts, self.ways, self.roundings)
+            if more is None and has_risen:
+                more = self.cuts_of_runs(cuts, schedule, evaluation.timeline_bytes)
             if more is None:
+                break
+            cuts = more
+        cuts, self.ways, self.roundings = best
+        return cuts
+
+    def decide(self, cuts: list[Cut], share: float) -> list[Cut]:
+        """Solve whole programmes, and add the cut that the schedule of each calls for."""
+        while not self.is_over(share):
+            found = self.whole(cuts, share)
+            if found is None:
+                break
+            model, columns = found
+            schedule, segment, evaluation = self.carried_out(cuts, model, columns)
+            more = self.cuts_of_shares(cuts, model, columns)
+            more = more or self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
+            if evaluation.peak_bytes <= self.problem.budget_bytes or more is None:
                 break
             cuts = more
         return cuts
 
-    def leave_spare(self, cuts: list[Cut], gap_seconds: float) -> None:
+    def carried_out(
+        self, cuts: list[Cut], model: Model, columns: Sequence[float]
+    ) -> tuple[Schedule, list[int], Evaluation]:
+        """Carry a solution out, and offer it, mended if it is worth that."""
+        problem, incumbent = self.problem, self.incumbent
+        schedule, segment = carry_out(problem, cuts, model, columns)
+        evaluation = problem.evaluate(schedule)
+        self.offer(schedule.order)
+        over = evaluation.peak_bytes / max(problem.budget_bytes, 1)
+        if over > 1.0 and (incumbent.schedule is None or over <= _MENDED):
+            self.mend(schedule.order)
+        self.tell(
+            f"ilp: {len(cuts)} cuts, bound {incumbent.lower_bound_seconds:.6g} s, "
+            f"carried out at {over:.2%} of the budget, found {incumbent.added_seconds:.6g} s"
+        )
+        return schedule, segment, evaluation
+
+    def leave_spare(self, cuts: list[Cut]) -> None:
         """Leave some of the budget free at the cuts, for what recomputing takes elsewhere; that proves nothing."""
         problem, incumbent = self.problem, self.incumbent
         low, high = 0.0, 0.5
-        while self.clock.left() > 0 and not incumbent.is_closed(gap_seconds) and high - low > 0.005:
+        while not self.is_over() and high - low > 0.005:
             spare = (low + high) / 2
-            columns, model = self.solve_cuts(cuts, gap_seconds, 1.0, spare=spare)
+            columns, model = self.spared(cuts, int(spare * problem.budget_bytes))
             if columns is None:
                 high = spare
                 continue
@@ -190,74 +209,74 @@ class _StepCutSearch:
                 high = spare
             self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {incumbent.added_seconds:.6g} s")
 
-    def solve_cuts(
-        self, cuts: list[Cut], gap_seconds: float, share: float, *, spare: float = 0.0, relax: bool = False
-    ) -> tuple[list[float] | None, Model]:
-        """Solve the programme of some cuts and keep the bound that it proves."""
-        spare_bytes = int(spare * self.problem.budget_bytes)
+    def spared(self, cuts: list[Cut], spare_bytes: int) -> tuple[list[float] | None, Model]:
+        """Solve the programme that leaves some of the budget free."""
         model = build(self.problem, cuts, spare_bytes)
         if model is None:
-            if not spare:
-                raise self.incumbent.infeasible(proven=True)
             return None, Model()
-        answer: Answer | None
-        if not spare and self.last is not None and self.last[0] == cuts:
-            _, model, answer = self.last
-        else:
-            answer = self.relaxed(cuts, model, share) if relax or len(cuts) > 1 else None
-            if answer is not None and answer.columns is not None and not spare:
-                self.last = cuts, model, answer
-        if answer is not None and not spare:
-            self.take(answer)
-        if not relax and not (answer is not None and answer.infeasible):
-            known = self.incumbent.schedule if not spare else None
-            start = columns_of(self.problem, cuts, model, known) if known is not None else None
-            answer = self.answer(model, gap_seconds, share, start)
-            if not spare:
-                self.take(answer)
-        assert answer is not None
+        answer = self.library.minimise(model, relax=True)
+        self.clock.work(len(model.rows) * (_LP_SECONDS_PER_ROW + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
         return answer.columns, model
 
-    def take(self, answer: Answer) -> None:
-        """Take the bound of an answer; if there is no solution, no plan exists."""
-        if answer.infeasible:
-            raise self.incumbent.infeasible(proven=True)
-        self.incumbent.raise_bound(answer.bound * self.scale)
-
-    def relaxed(self, cuts: list[Cut], model: Model, share: float) -> Answer:
-        """Solve the relaxation of a programme, and again with the rows that its solution breaks."""
-        clock, enough = self.clock, _STALLED * self.problem.baseline.seconds / self.scale
-        paths, budgets = PathRows(self.problem, cuts, model, self.ways), BudgetRows(model, self.roundings)
+    def relaxed(self, cuts: list[Cut], share: float) -> tuple[Model, Answer]:
+        """Solve the relaxation of a programme, and again with the rows that its solution breaks; keep its bound."""
+        model, rows = self.model(cuts)
         relaxation = self.library.relaxation(model)
-        answer, risen = Answer(None, 0.0), math.inf
-        while risen > enough and clock.left(share) > 0:
-            found = relaxation.solve(None if clock.counts_work else max(clock.left(share), 0.05))
-            clock.work(len(model.rows) * (_LP_SECONDS_PER_ROW + found.turns * _LP_SECONDS_PER_ROW_AND_TURN))
+        answer = Answer(None, 0.0)
+        while self.clock.left(share) > 0:
+            found = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
             if found.infeasible:
-                return found
+                raise self.incumbent.infeasible(proven=True)
             if found.columns is None:
                 break
-            risen, answer = found.bound - answer.bound if answer.columns else math.inf, found
-            self.ways, self.roundings = paths.binding(found.prices), budgets.binding(found.prices)
-            if not paths.add_broken(found.columns) + budgets.add_broken(found.columns):
+            answer = found
+            self.incumbent.raise_bound(answer.bound * self.scale)
+            prices = relaxation.prices()
+            self.ways, self.roundings = rows.paths.binding(prices), rows.budgets.binding(prices)
+            if not rows.add_broken(found.columns):
                 break
+        return model, answer
+
+    def model(self, cuts: list[Cut]) -> tuple[Model, Rows]:
+        """Write a programme down, with the rows that mattered last."""
+        model = build(self.problem, cuts)
+        if model is None:
+            raise self.incumbent.infeasible(proven=True)
+        return model, Rows(PathRows(self.problem, cuts, model, self.ways), BudgetRows(model, self.roundings))
+
+    def solve(self, relaxation: Relaxation, model: Model, seconds_per_row: float, turns: int | None = None) -> Answer:
+        """Solve a relaxation in the time that is left."""
+        clock = self.clock
+        answer = relaxation.solve(None if clock.counts_work else max(clock.left(), 0.05), turns)
+        clock.work(len(model.rows) * (seconds_per_row + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
         return answer
 
-    def answer(self, model: Model, gap_seconds: float, share: float, start: Sequence[float] | None) -> Answer:
-        """Hand a programme to the library, for as long as it may take."""
-        clock, rows = self.clock, len(model.rows)
-        turn_seconds = clock.left(share)
-        if not self.fits:
-            turn_seconds = min(turn_seconds, _TURN_SHARE * clock.limit_seconds)
-        turn_seconds = max(turn_seconds, 0.05)
-        gap = gap_seconds / self.scale
-        if not clock.counts_work:
-            return self.library.minimise(model, seconds=turn_seconds, gap=gap, start=start)
-        turns = 1 + int(turn_seconds / (rows * _TURN_SECONDS_PER_ROW + 1e-6))
-        answer = self.library.minimise(model, turns=turns, gap=gap, start=start)
-        clock.work(rows * _LP_SECONDS_PER_ROW)
-        clock.work(answer.turns * rows * _TURN_SECONDS_PER_ROW)
-        return answer
+    def whole(self, cuts: list[Cut], share: float) -> tuple[Model, list[float]] | None:
+        """Look for the optimum of whole solutions until time is over, or plan and bound are near enough."""
+        self.relaxed(cuts, share)
+        model, rows = self.model(cuts)  # without the rows that turned out not to matter
+        relaxation = self.library.relaxation(model)
+        root = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
+        if root.columns is None:
+            return None
+        branching = Branching(self.problem, model)
+
+        def solve(turns: int | None) -> Answer:
+            return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
+
+        tree = Tree(model, branching, relaxation, root, rows.add_broken, self.gains, solve)
+        while not self.is_over(share):
+            cutoff = self.incumbent.added_seconds / self.scale
+            leaf = tree.divide(cutoff)
+            bound = tree.bound(self.incumbent.added_seconds / self.scale)
+            if math.isinf(bound):
+                raise self.incumbent.infeasible(proven=True)
+            if leaf is not None:
+                bound = met(model, leaf.columns, bound)
+            self.incumbent.raise_bound(bound * self.scale)
+            if leaf is not None:
+                return model, leaf.columns
+        return None
 
     def offer(self, order: Sequence[int]) -> None:
         """Offer a schedule without the reruns that nobody needs."""
@@ -279,9 +298,21 @@ class _StepCutSearch:
         for stretch in bytes_between(self.problem, cuts, model, columns):
             over = [(size_bytes, step) for step, size_bytes in stretch.items() if size_bytes > most_bytes]
             worst += sorted(over)[-1:]
-        worst.sort(reverse=True)
-        found = [*cuts, *(Cut(step) for _, step in worst[:_CUTS_AT_ONCE])]
-        return sorted(found, key=lambda cut: cut.step) if worst else None
+        return self.with_worst(cuts, worst)
+
+    def cuts_of_runs(self, cuts: list[Cut], schedule: Schedule, timeline: tuple[int, ...]) -> list[Cut] | None:
+        """Add cuts where first runs of a schedule are furthest over the budget, one between two of them."""
+        first = schedule.first_runs()
+        worst: list[tuple[float, int]] = []
+        for cut, following in pairwise([*cuts, Cut(len(first))]):
+            inside = [(timeline[first[step]], step) for step in range(cut.step + 1, following.step)]
+            worst += [each for each in sorted(inside)[-1:] if each[0] > self.problem.budget_bytes]
+        return self.with_worst(cuts, worst)
+
+    def with_worst(self, cuts: list[Cut], worst: list[tuple[float, int]]) -> list[Cut] | None:
+        """Add cuts at the steps where most bytes are; None if there is no step."""
+        worst = sorted(worst, reverse=True)[:_CUTS_AT_ONCE]
+        return sorted([*cuts, *(Cut(step) for _, step in worst)], key=lambda cut: cut.step) if worst else None
 
     def cut_at(
         self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]

@@ -5,9 +5,10 @@ The only module that knows either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol
@@ -20,6 +21,10 @@ _TOLERANCE = 1e-6
 """By so much, relatively, the objective of a relaxation may be wrong."""
 
 
+Limits = dict[int, tuple[float, float]]
+"""What columns, or sums of rows, are at least and at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came back from a library: the columns, if any, and a proven bound on the objective."""
@@ -28,8 +33,6 @@ class Answer:
     bound: float
     infeasible: bool = False
     turns: int = 0
-    prices: list[float] = field(default_factory=list)
-    """Of an optimal relaxation: for each row, by how much the objective rises with what the row is at least."""
 
 
 def _highs() -> Any:
@@ -84,9 +87,8 @@ class Library:
         turns: int | None = None,
         gap: float = 0.0,
         relax: bool = False,
-        start: Sequence[float] | None = None,
     ) -> Answer:
-        """Solve a model, from a solution that is known if there is one; or its relaxation, with columns of any share.
+        """Solve a model, or its LP relaxation, whose columns need not be whole.
 
         A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC:
         after so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
@@ -96,7 +98,7 @@ class Library:
         if relax or not any(model.integer):
             return self.relaxation(model).solve(seconds)
         if self.has_highs:
-            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap, start=start)
+            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap)
         return _by_cbc(self.pulp, model, seconds=seconds, turns=turns, relax=False)
 
     def relaxation(self, model: Model) -> Relaxation:
@@ -107,8 +109,31 @@ class Library:
 class Relaxation(Protocol):
     """An LP relaxation that can be solved again when its model has more rows."""
 
-    def solve(self, seconds: float | None = None) -> Answer:
-        """Solve it; after so many seconds without an optimum nothing is known. Turns are the steps that it took."""
+    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
+        """Solve it; after so many seconds or turns without an optimum there are no columns, and the bound is a guess.
+
+        Turns are the steps that it takes.
+        """
+        ...
+
+    def prices(self) -> list[float]:
+        """Return, for each row at the last optimum, by how much the objective rises with what the row is at least."""
+        ...
+
+    def basis(self) -> Any:
+        """Return where it has come to."""
+        ...
+
+    def go_on_from(self, basis: Any) -> None:
+        """Go on from where it was; its model must have no more rows than then."""
+        ...
+
+    def limit_column(self, column: int, low: float, high: float) -> None:
+        """Narrow what a column may be, or widen it again."""
+        ...
+
+    def limit_row(self, row: int, low: float, high: float) -> None:
+        """Narrow what the sum of a row of the model may be, or widen it again."""
         ...
 
 
@@ -122,24 +147,40 @@ class _HighsRelaxation:
         self.highs.passModel(_matrix(highspy, model, relax=True))
         self.num_rows = len(model.rows)
 
-    def solve(self, seconds: float | None = None) -> Answer:
+    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
         highs = self.highs
-        self._add(self.model.rows[self.num_rows :])
+        self._add_new_rows()
+        highs.setOptionValue("simplex_iteration_limit", self.highspy.kHighsIInf if turns is None else turns)
         if seconds is not None:  # its clock goes on from one run to the next
             highs.setOptionValue("time_limit", highs.getRunTime() + seconds)
         highs.run()
         status, info = highs.getModelStatus(), highs.getInfo()
-        turns = max(int(info.simplex_iteration_count), 0)
+        steps = max(int(info.simplex_iteration_count), 0)
         if _is_infeasible(self.highspy, status):
-            return Answer(None, 0.0, infeasible=True, turns=turns)
-        if status != self.highspy.HighsModelStatus.kOptimal:  # what it has come to bounds nothing
-            return Answer(None, 0.0, turns=turns)
+            return Answer(None, 0.0, infeasible=True, turns=steps)
+        if status != self.highspy.HighsModelStatus.kOptimal:
+            return Answer(None, info.objective_function_value, turns=steps)
         bound = max(info.objective_function_value * (1 - _TOLERANCE), 0.0)
-        return Answer(
-            _columns(highs), bound, turns=turns, prices=[float(each) for each in highs.getSolution().row_dual]
-        )
+        return Answer(_columns(highs), bound, turns=steps)
 
-    def _add(self, rows: Sequence[Row]) -> None:
+    def basis(self) -> Any:
+        return self.highs.getBasis()
+
+    def go_on_from(self, basis: Any) -> None:
+        self.highs.setBasis(basis)
+
+    def prices(self) -> list[float]:
+        return list(self.highs.getSolution().row_dual)
+
+    def limit_column(self, column: int, low: float, high: float) -> None:
+        self.highs.changeColBounds(column, low, high)
+
+    def limit_row(self, row: int, low: float, high: float) -> None:
+        self._add_new_rows()
+        self.highs.changeRowBounds(row, low, high)
+
+    def _add_new_rows(self) -> None:
+        rows = self.model.rows[self.num_rows :]
         self.num_rows += len(rows)
         if not rows:
             return
@@ -153,20 +194,33 @@ class _CbcRelaxation:
 
     def __init__(self, pulp: Any, model: Model) -> None:
         self.pulp, self.model = pulp, model
+        self.columns: Limits = {}
+        self.rows: Limits = {}
+        self.last_prices: list[float] = []
 
-    def solve(self, seconds: float | None = None) -> Answer:
-        return _by_cbc(self.pulp, self.model, seconds=seconds, turns=None, relax=True)
+    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
+        programme, columns = _programme(self.pulp, self.model, relax=True, columns=self.columns, rows=self.rows)
+        answer = _run_cbc(self.pulp, self.model, programme, columns, seconds=seconds, turns=None, relax=True)
+        self.last_prices = [row.pi or 0.0 for row in programme.constraints.values()][: len(self.model.rows)]
+        return answer
+
+    def basis(self) -> Any:
+        return None
+
+    def go_on_from(self, basis: Any) -> None:
+        pass
+
+    def prices(self) -> list[float]:
+        return self.last_prices
+
+    def limit_column(self, column: int, low: float, high: float) -> None:
+        self.columns[column] = low, high
+
+    def limit_row(self, row: int, low: float, high: float) -> None:
+        self.rows[row] = low, high
 
 
-def _by_highs(
-    highspy: Any,
-    model: Model,
-    *,
-    seconds: float | None,
-    turns: int | None,
-    gap: float,
-    start: Sequence[float] | None,
-) -> Answer:
+def _by_highs(highspy: Any, model: Model, *, seconds: float | None, turns: int | None, gap: float) -> Answer:
     counter = _Counter(turns)
     options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
     highs = _silent(highspy)
@@ -177,10 +231,6 @@ def _by_highs(
         highs.setCallback(counter.asked, None)
         highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
     highs.passModel(_matrix(highspy, model, relax=False))
-    if start is not None:
-        solution = highspy.HighsSolution()
-        solution.col_value = list(start)
-        highs.setSolution(solution)
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
     if _is_infeasible(highspy, status):
@@ -189,7 +239,7 @@ def _by_highs(
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     columns, bound = _columns(highs) if found else None, info.mip_dual_bound
     if optimal and columns is not None:
-        bound = _met(model, columns, bound)
+        bound = met(model, columns, bound)
     return Answer(columns, max(bound, 0.0), turns=counter.turns)
 
 
@@ -199,13 +249,13 @@ def _is_infeasible(highspy: Any, status: Any) -> bool:
 
 
 def _columns(highs: Any) -> list[float]:
-    return [float(value) for value in highs.getSolution().col_value]
+    return list(highs.getSolution().col_value)
 
 
-def _met(model: Model, columns: list[float], bound: float) -> float:
+def met(model: Model, columns: Sequence[float], bound: float) -> float:
     """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
     exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
-    return exact if abs(exact - bound) <= 1e-6 * max(1.0, exact) else bound
+    return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
 
 
 def _silent(highspy: Any) -> Any:
@@ -267,14 +317,37 @@ class _Counter:
 
 
 def _by_cbc(pulp: Any, model: Model, *, seconds: float | None, turns: int | None, relax: bool) -> Answer:
+    programme, columns = _programme(pulp, model, relax=relax, columns={}, rows={})
+    return _run_cbc(pulp, model, programme, columns, seconds=seconds, turns=turns, relax=relax)
+
+
+def _programme(pulp: Any, model: Model, *, relax: bool, columns: Limits, rows: Limits) -> tuple[Any, list[Any]]:
+    """Lay a model out as PuLP takes it, the rows that are limited to both sides twice."""
     programme = pulp.LpProblem("stepcut", pulp.LpMinimize)
-    columns = [
-        pulp.LpVariable(f"x{c}", 0, 1, pulp.LpInteger if whole else pulp.LpContinuous)
+    found = [
+        pulp.LpVariable(f"x{c}", *columns.get(c, (0, 1)), pulp.LpInteger if whole and not relax else pulp.LpContinuous)
         for c, whole in enumerate(model.integer)
     ]
-    programme += pulp.LpAffineExpression([(columns[c], cost) for c, cost in enumerate(model.cost) if cost])
-    for terms, least in model.rows:
-        programme += pulp.LpAffineExpression([(columns[c], weight) for c, weight in terms]) >= least
+    programme += pulp.LpAffineExpression([(found[c], cost) for c, cost in enumerate(model.cost) if cost])
+    sums = [pulp.LpAffineExpression([(found[c], weight) for c, weight in terms]) for terms, _ in model.rows]
+    for row, (_, least) in enumerate(model.rows):
+        programme += sums[row] >= rows.get(row, (least, None))[0]
+    for row, (_, high) in rows.items():
+        if math.isfinite(high):
+            programme += sums[row] <= high
+    return programme, found
+
+
+def _run_cbc(
+    pulp: Any,
+    model: Model,
+    programme: Any,
+    columns: list[Any],
+    *,
+    seconds: float | None,
+    turns: int | None,
+    relax: bool,
+) -> Answer:
     programme.solve(pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=turns))
     if programme.status == pulp.LpStatusInfeasible:
         return Answer(None, 0.0, infeasible=True)
@@ -288,5 +361,4 @@ def _by_cbc(pulp: Any, model: Model, *, seconds: float | None, turns: int | None
         bound = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
     else:  # CBC keeps its dual bound to itself
         bound = _by_cbc(pulp, model, seconds=seconds, turns=None, relax=True).bound
-    prices = [row.pi or 0.0 for row in programme.constraints.values()] if relax and optimal else []
-    return Answer(values, max(bound, 0.0), prices=prices)
+    return Answer(values, max(bound, 0.0))

@@ -18,7 +18,7 @@ from planner.solving.step_cut import Cut, Model, Row, is_binding
 _BROKEN = 1e-3
 """By so much a row must be broken to be worth adding."""
 
-_ROWS_AT_ONCE = 600
+_ROWS_AT_ONCE = 200
 
 _NOTHING = 1e-9
 

@@ -36,10 +36,11 @@ def bounds(problem: Problem, cuts: list[Cut], rows_of: RowsOf, known: list[Any])
     while True:
         found = relaxation.solve()
         assert found.columns is not None
+        prices = relaxation.prices()
         broken = rows.add_broken(found.columns)
         assert all(len({column for column, _ in terms}) == len(terms) for terms, _ in model.rows)
         if not broken:
-            return without * scale, found.bound * scale, rows.binding(found.prices)
+            return without * scale, found.bound * scale, rows.binding(prices)
 
 
 def hold_to_the_cheapest_plan(seed: int, rows_of: RowsOf, steps_in_turn: Sequence[Sequence[int]]) -> None:

@@ -13,10 +13,10 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.solving.budget_rows import BudgetRows
 from planner.solving.path_rows import PathRows
-from planner.solving.plan_columns import columns_of
 from planner.solving.repair import without_useless
 from planner.solving.step_cut import Cut, Model, build, needed_after
 from tests.oracle import random_graph
+from tests.solving.plan_columns import columns_of
 from tests.solving.relaxations import LIBRARY
 
 

@@ -1,0 +1,197 @@
+"""Branch and bound over relaxations: the bound rises with every node, long before a whole solution is found.
+
+The node of the lowest bound is divided next. The choice to divide it by is that which raises the bounds of both sides
+most, tried for a few, and remembered for those that were tried before. At each node rows that its solution breaks are
+added; they hold for all. The method is that of Applegate, Bixby, Chvatal, Cook, "Finding Cuts in the TSP", DIMACS 1995
+(strong branching), and Achterberg, Koch, Martin, "Branching rules revisited", Operations Research Letters 33, 2005.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.solving.branching import Branching, Choice
+from planner.solving.milp import Answer, Relaxation
+from planner.solving.step_cut import Model
+
+_TRIED, _TRIED_DEEP, _DEEP = 8, 2, 3
+"""How many choices not known yet are tried at a node, and at nodes of this depth."""
+
+_KNOWN = 4
+"""How many choices that were tried before are tried again."""
+
+_TRIAL_TURNS = 60
+_LEAST = 1e-5
+"""Of the objective; a gain of nothing would hide what the other side gains."""
+
+_MOST = 0.1
+"""No gain counts for more than this share of the bound; nothing is known of where there is no solution."""
+
+Limits = dict[tuple[int, ...], tuple[float, float]]
+"""For sums of columns, what they are at least and at most."""
+
+
+@dataclass(slots=True)
+class Gains:
+    """By how much bounds rose where something was decided, for each share of it: downwards, upwards, and how often."""
+
+    known: dict[tuple[str, int], tuple[float, float, int]] = field(default_factory=dict)
+
+    def tell(self, choice: Choice, down: float, up: float) -> None:
+        """Take what a trial brought."""
+        before = self.known.get(choice.about, (0.0, 0.0, 0))
+        shares = down / choice.share, up / (1.0 - choice.share)
+        self.known[choice.about] = before[0] + shares[0], before[1] + shares[1], before[2] + 1
+
+    def expected(self, choice: Choice) -> float | None:
+        """Return about what deciding it is worth; None if it was never tried."""
+        found = self.known.get(choice.about)
+        if found is None:
+            return None
+        down, up, times = found
+        return worth(down / times * choice.share, up / times * (1.0 - choice.share))
+
+
+def worth(down: float, up: float) -> float:
+    """Return what two gains are worth together."""
+    return max(down, _LEAST) * max(up, _LEAST)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """What is decided, and the optimum of that."""
+
+    bound: float
+    number: int
+    limits: Limits = field(compare=False)
+    columns: list[float] = field(compare=False)
+
+
+class Tree:
+    """A search that can be asked after each node how it stands."""
+
+    def __init__(
+        self,
+        model: Model,
+        branching: Branching,
+        relaxation: Relaxation,
+        root: Answer,
+        add_broken: Callable[[Sequence[float]], int],
+        gains: Gains,
+        solve: Callable[[int | None], Answer],
+    ) -> None:
+        assert root.columns is not None
+        self.model, self.branching, self.relaxation = model, branching, relaxation
+        self.add_broken, self.gains = add_broken, gains
+        self.open = [Node(root.bound, 0, {}, root.columns)]
+        self.solve = solve
+        self.number = 0
+        self.current: Limits = {}
+        self.places: dict[tuple[int, ...], int] = {}
+        """Where the model has the rows of sums that something was decided of."""
+
+    def bound(self, cutoff: float) -> float:
+        """Return what no solution costs less than, if none costs less than the cutoff where nothing is open."""
+        return min(self.open[0].bound, cutoff) if self.open else cutoff
+
+    def divide(self, cutoff: float) -> Node | None:
+        """Divide the open node of the lowest bound; return it instead if its solution is whole.
+
+        Nodes that cannot cost less than the cutoff are dropped. An answer without columns that is not infeasible says
+        that time is over; then all stays as it is.
+        """
+        node = heapq.heappop(self.open)
+        choices = list(self.branching.choices(node.columns))
+        if not choices:
+            heapq.heappush(self.open, node)
+            return node
+        tried = self._worth_trying(choices, node)
+        trials = [self._sides(node.limits, choice) for choice in tried]
+        for columns in {columns for sides in trials for limits in sides for columns in limits}:
+            self._place(columns)
+        self._solve(node.limits, None)
+        basis = self.relaxation.basis()
+        best: tuple[float, tuple[Limits, Limits]] | None = None
+        for choice, sides in zip(tried, trials, strict=True):
+            answers = [self._try(limits, basis) for limits in sides]
+            down, up = (self._gain(node, answer, cutoff) for answer in answers)
+            self.gains.tell(choice, down, up)
+            if best is None or worth(down, up) > best[0]:
+                best = worth(down, up), sides
+            if all(answer.infeasible or answer.bound >= cutoff for answer in answers):
+                break
+        assert best is not None
+        opened = []
+        for limits in best[1]:
+            if basis is not None:
+                self.relaxation.go_on_from(basis)
+            answer = self._solve(limits, None)
+            if self._is_dear(answer, cutoff):
+                continue
+            if answer.columns is not None and self.add_broken(answer.columns):
+                basis = None
+                better = self._solve(limits, None)
+                if self._is_dear(better, cutoff):
+                    continue
+                answer = better if better.columns is not None else answer
+            if answer.columns is None:
+                heapq.heappush(self.open, node)
+                return None
+            self.number += 1
+            opened.append(Node(max(answer.bound, node.bound), self.number, limits, answer.columns))
+        for each in opened:
+            heapq.heappush(self.open, each)
+        return None
+
+    def _try(self, limits: Limits, basis: Any) -> Answer:
+        self.relaxation.go_on_from(basis)
+        return self._solve(limits, _TRIAL_TURNS)
+
+    @staticmethod
+    def _gain(node: Node, answer: Answer, cutoff: float) -> float:
+        most = min(max(cutoff - node.bound, 0.0), _MOST * node.bound + _LEAST)
+        return most if answer.infeasible else min(max(answer.bound - node.bound, 0.0), most)
+
+    @staticmethod
+    def _is_dear(answer: Answer, cutoff: float) -> bool:
+        """Say whether there is nothing cheaper than the cutoff in what an answer bounds."""
+        return answer.infeasible or (answer.columns is not None and answer.bound >= cutoff)
+
+    def _worth_trying(self, choices: list[Choice], node: Node) -> list[Choice]:
+        expected = [(self.gains.expected(choice), choice) for choice in choices]
+        known = [(value, choice) for value, choice in expected if value is not None]
+        known.sort(key=lambda each: -each[0])
+        new = [choice for value, choice in expected if value is None]
+        new.sort(key=lambda choice: -choice.weight)
+        tried = [choice for _, choice in known[: _KNOWN if new else _TRIED_DEEP]]
+        return tried + new[: _TRIED if len(node.limits) < _DEEP else _TRIED_DEEP]
+
+    @staticmethod
+    def _sides(limits: Limits, choice: Choice) -> tuple[Limits, Limits]:
+        low, high = limits.get(choice.columns, (0.0, float("inf")))
+        down = {**limits, choice.columns: (low, float(choice.lower))}
+        up = {**limits, choice.columns: (choice.lower + 1.0, high)}
+        return down, up
+
+    def _solve(self, limits: Limits, turns: int | None) -> Answer:
+        for columns in self.current.keys() | limits.keys():
+            wanted = limits.get(columns, (0.0, float("inf")))
+            if self.current.get(columns, (0.0, float("inf"))) != wanted:
+                self._limit(columns, *wanted)
+        self.current = limits
+        return self.solve(turns)
+
+    def _place(self, columns: tuple[int, ...]) -> None:
+        """Give a sum of columns a row."""
+        if len(columns) > 1 and columns not in self.places:
+            self.places[columns] = len(self.model.rows)
+            self.model.at_least(0.0, *((column, 1.0) for column in columns))
+
+    def _limit(self, columns: tuple[int, ...], low: float, high: float) -> None:
+        if len(columns) == 1:
+            self.relaxation.limit_column(columns[0], low, min(high, 1.0))
+        else:
+            self.relaxation.limit_row(self.places[columns], low, high)
