@@ -18,7 +18,7 @@ from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.branching import Branching
+from planner.solving.branching import Branching, Limits
 from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library, Relaxation, met
@@ -109,6 +109,8 @@ class _StepCutSearch:
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
         self.gains = Gains()
+        self.decided: list[Limits] = [{}]
+        """What is decided at each open node of the last tree."""
 
     def run(self) -> None:
         problem, count = self.problem, len(self.problem.graph.operations)
@@ -256,27 +258,28 @@ class _StepCutSearch:
         self.relaxed(cuts, share)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
         relaxation = self.library.relaxation(model)
-        root = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
-        if root.columns is None:
-            return None
-        branching = Branching(self.problem, model)
+        branching = Branching(self.problem, cuts, model)
 
         def solve(turns: int | None) -> Answer:
             return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
 
-        tree = Tree(model, branching, relaxation, root, rows.add_broken, self.gains, solve)
-        while not self.is_over(share):
-            cutoff = self.incumbent.added_seconds / self.scale
-            leaf = tree.divide(cutoff)
-            bound = tree.bound(self.incumbent.added_seconds / self.scale)
+        tree = Tree(model, branching, relaxation, rows.add_broken, self.gains, solve)
+        if not tree.plant(map(branching.known, self.decided), self.cutoff):
+            return None
+        leaf = None
+        while leaf is None and not self.is_over(share):
+            leaf = tree.divide(self.cutoff)
+            bound = tree.bound(self.cutoff)
             if math.isinf(bound):
                 raise self.incumbent.infeasible(proven=True)
-            if leaf is not None:
-                bound = met(model, leaf.columns, bound)
-            self.incumbent.raise_bound(bound * self.scale)
-            if leaf is not None:
-                return model, leaf.columns
-        return None
+            self.incumbent.raise_bound((bound if leaf is None else met(model, leaf.columns, bound)) * self.scale)
+        self.decided = [node.limits for node in tree.open]
+        return None if leaf is None else (model, leaf.columns)
+
+    @property
+    def cutoff(self) -> float:
+        """What the best plan costs, in the unit of programmes."""
+        return self.incumbent.added_seconds / self.scale
 
     def offer(self, order: Sequence[int]) -> None:
         """Offer a schedule without the reruns that nobody needs."""

@@ -9,11 +9,11 @@ added; they hold for all. The method is that of Applegate, Bixby, Chvatal, Cook,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.solving.branching import Branching, Choice
+from planner.solving.branching import Branching, Choice, Kind, Limits, Question
 from planner.solving.milp import Answer, Relaxation
 from planner.solving.step_cut import Model
 
@@ -24,31 +24,33 @@ _KNOWN = 4
 """How many choices that were tried before are tried again."""
 
 _TRIAL_TURNS = 60
+"""Steps of the simplex algorithm that a trial takes at most."""
+
 _LEAST = 1e-5
 """Of the objective; a gain of nothing would hide what the other side gains."""
 
 _MOST = 0.1
 """No gain counts for more than this share of the bound; nothing is known of where there is no solution."""
 
-Limits = dict[tuple[int, ...], tuple[float, float]]
-"""For sums of columns, what they are at least and at most."""
+_ANY = 0.0, float("inf")
 
 
 @dataclass(slots=True)
 class Gains:
     """By how much bounds rose where something was decided, for each share of it: downwards, upwards, and how often."""
 
-    known: dict[tuple[str, int], tuple[float, float, int]] = field(default_factory=dict)
+    known: dict[tuple[Kind, int], tuple[float, float, int]] = field(default_factory=dict)
 
     def tell(self, choice: Choice, down: float, up: float) -> None:
         """Take what a trial brought."""
-        before = self.known.get(choice.about, (0.0, 0.0, 0))
+        about = choice.question.kind, choice.question.index  # it is alike at all cuts
+        before = self.known.get(about, (0.0, 0.0, 0))
         shares = down / choice.share, up / (1.0 - choice.share)
-        self.known[choice.about] = before[0] + shares[0], before[1] + shares[1], before[2] + 1
+        self.known[about] = before[0] + shares[0], before[1] + shares[1], before[2] + 1
 
     def expected(self, choice: Choice) -> float | None:
         """Return about what deciding it is worth; None if it was never tried."""
-        found = self.known.get(choice.about)
+        found = self.known.get((choice.question.kind, choice.question.index))
         if found is None:
             return None
         down, up, times = found
@@ -78,20 +80,28 @@ class Tree:
         model: Model,
         branching: Branching,
         relaxation: Relaxation,
-        root: Answer,
         add_broken: Callable[[Sequence[float]], int],
         gains: Gains,
         solve: Callable[[int | None], Answer],
     ) -> None:
-        assert root.columns is not None
         self.model, self.branching, self.relaxation = model, branching, relaxation
-        self.add_broken, self.gains = add_broken, gains
-        self.open = [Node(root.bound, 0, {}, root.columns)]
-        self.solve = solve
+        self.add_broken, self.gains, self.solve = add_broken, gains, solve
+        self.open: list[Node] = []
         self.number = 0
         self.current: Limits = {}
         self.places: dict[tuple[int, ...], int] = {}
         """Where the model has the rows of sums that something was decided of."""
+
+    def plant(self, decided: Iterable[Limits], cutoff: float) -> bool:
+        """Open nodes that stand for all solutions together; False: time was over before that."""
+        for limits in decided:
+            self._place(limits)
+            answer = self._solve(limits, None)
+            if answer.columns is not None and answer.bound < cutoff:
+                self._open(answer.bound, limits, answer.columns)
+            elif answer.columns is None and not answer.infeasible:
+                return False
+        return True
 
     def bound(self, cutoff: float) -> float:
         """Return what no solution costs less than, if none costs less than the cutoff where nothing is open."""
@@ -110,10 +120,10 @@ class Tree:
             return node
         tried = self._worth_trying(choices, node)
         trials = [self._sides(node.limits, choice) for choice in tried]
-        for columns in {columns for sides in trials for limits in sides for columns in limits}:
-            self._place(columns)
+        for limits, _ in trials:
+            self._place(limits)
         self._solve(node.limits, None)
-        basis = self.relaxation.basis()
+        basis, num_rows = self.relaxation.basis(), len(self.model.rows)
         best: tuple[float, tuple[Limits, Limits]] | None = None
         for choice, sides in zip(tried, trials, strict=True):
             answers = [self._try(limits, basis) for limits in sides]
@@ -126,25 +136,24 @@ class Tree:
         assert best is not None
         opened = []
         for limits in best[1]:
-            if basis is not None:
+            if len(self.model.rows) == num_rows:
                 self.relaxation.go_on_from(basis)
             answer = self._solve(limits, None)
-            if self._is_dear(answer, cutoff):
-                continue
-            if answer.columns is not None and self.add_broken(answer.columns):
-                basis = None
+            if answer.columns is not None and answer.bound < cutoff and self.add_broken(answer.columns):
                 better = self._solve(limits, None)
-                if self._is_dear(better, cutoff):
-                    continue
-                answer = better if better.columns is not None else answer
-            if answer.columns is None:
+                answer = answer if better.columns is None and not better.infeasible else better
+            if answer.columns is not None and answer.bound < cutoff:
+                opened.append((max(answer.bound, node.bound), limits, answer.columns))
+            elif answer.columns is None and not answer.infeasible:
                 heapq.heappush(self.open, node)
                 return None
-            self.number += 1
-            opened.append(Node(max(answer.bound, node.bound), self.number, limits, answer.columns))
         for each in opened:
-            heapq.heappush(self.open, each)
+            self._open(*each)
         return None
+
+    def _open(self, bound: float, limits: Limits, columns: list[float]) -> None:
+        self.number += 1
+        heapq.heappush(self.open, Node(bound, self.number, limits, columns))
 
     def _try(self, limits: Limits, basis: Any) -> Answer:
         self.relaxation.go_on_from(basis)
@@ -154,11 +163,6 @@ class Tree:
     def _gain(node: Node, answer: Answer, cutoff: float) -> float:
         most = min(max(cutoff - node.bound, 0.0), _MOST * node.bound + _LEAST)
         return most if answer.infeasible else min(max(answer.bound - node.bound, 0.0), most)
-
-    @staticmethod
-    def _is_dear(answer: Answer, cutoff: float) -> bool:
-        """Say whether there is nothing cheaper than the cutoff in what an answer bounds."""
-        return answer.infeasible or (answer.columns is not None and answer.bound >= cutoff)
 
     def _worth_trying(self, choices: list[Choice], node: Node) -> list[Choice]:
         expected = [(self.gains.expected(choice), choice) for choice in choices]
@@ -171,26 +175,28 @@ class Tree:
 
     @staticmethod
     def _sides(limits: Limits, choice: Choice) -> tuple[Limits, Limits]:
-        low, high = limits.get(choice.columns, (0.0, float("inf")))
-        down = {**limits, choice.columns: (low, float(choice.lower))}
-        up = {**limits, choice.columns: (choice.lower + 1.0, high)}
+        low, high = limits.get(choice.question, _ANY)
+        down = {**limits, choice.question: (low, float(choice.lower))}
+        up = {**limits, choice.question: (choice.lower + 1.0, high)}
         return down, up
 
     def _solve(self, limits: Limits, turns: int | None) -> Answer:
-        for columns in self.current.keys() | limits.keys():
-            wanted = limits.get(columns, (0.0, float("inf")))
-            if self.current.get(columns, (0.0, float("inf"))) != wanted:
-                self._limit(columns, *wanted)
+        for question in {**self.current, **limits}:
+            wanted = limits.get(question, _ANY)
+            if self.current.get(question, _ANY) != wanted:
+                self._limit(question, *wanted)
         self.current = limits
         return self.solve(turns)
 
-    def _place(self, columns: tuple[int, ...]) -> None:
-        """Give a sum of columns a row."""
-        if len(columns) > 1 and columns not in self.places:
-            self.places[columns] = len(self.model.rows)
-            self.model.at_least(0.0, *((column, 1.0) for column in columns))
+    def _place(self, limits: Limits) -> None:
+        """Give the sums of columns that are limited rows."""
+        for columns in map(self.branching.columns, limits):
+            if len(columns) > 1 and columns not in self.places:
+                self.places[columns] = len(self.model.rows)
+                self.model.at_least(0.0, *((column, 1.0) for column in columns))
 
-    def _limit(self, columns: tuple[int, ...], low: float, high: float) -> None:
+    def _limit(self, question: Question, low: float, high: float) -> None:
+        columns = self.branching.columns(question)
         if len(columns) == 1:
             self.relaxation.limit_column(columns[0], low, min(high, 1.0))
         else:

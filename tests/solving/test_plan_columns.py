@@ -20,7 +20,7 @@ from tests.solving.plan_columns import columns_of
 from tests.solving.relaxations import LIBRARY
 
 
-def _plan(rng: random.Random, problem: Problem) -> Schedule:
+def random_plan(rng: random.Random, problem: Problem) -> Schedule:
     """Drop values at random, make them again, and some of them too early."""
     graph = problem.graph
     count = len(graph.operations)
@@ -38,7 +38,7 @@ def _plan(rng: random.Random, problem: Problem) -> Schedule:
     return Schedule(tuple(without_useless(problem, order)))
 
 
-def _cuts(rng: random.Random, problem: Problem) -> list[Cut]:
+def random_cuts(rng: random.Random, problem: Problem) -> list[Cut]:
     found: list[Cut] = []
     count = len(problem.graph.operations)
     for step in range(1, count):
@@ -64,10 +64,10 @@ def test_a_plan_keeps_every_row(seed: int) -> None:
     rng = random.Random(seed)
     graph, costs = random_graph(seed, operations=rng.choice([6, 9, 14]), plain=rng.random() < 0.5)
     whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    plan = _plan(rng, whole)
+    plan = random_plan(rng, whole)
     evaluation = whole.evaluate(plan)
     problem = Problem(graph=graph, costs=costs, budget_bytes=evaluation.peak_bytes + rng.choice([0, 0, 1]))
-    cuts = _cuts(rng, problem)
+    cuts = random_cuts(rng, problem)
     model = build(problem, cuts)
     assert model is not None, "a plan keeps the budget"
     paths, budgets, relaxation = PathRows(problem, cuts, model), BudgetRows(model), LIBRARY.relaxation(model)
