@@ -1,10 +1,10 @@
 """Step-cut integer programming, made exact lazily.
 
-Start from one cut, solve, carry the solution out, simulate. If the simulation breaks the budget,
-put a cut where it does and solve again. Each optimum is a lower bound on any plan in the base
-order; the first one whose schedule keeps the budget at that cost is optimal. Where more cuts cost
-more time than there is, local search brings the carried-out schedule under the budget, so that a
-plan comes back with its proven gap.
+Start from one cut, relax, and put cuts where the relaxed solution, a share at a time, breaks the budget most, until it
+does so nowhere. Then decide what runs again by branch and bound, carry the solution out, and simulate. If that breaks
+the budget, put cuts where it does, and go on with what was decided. All that is proven on the way bounds any plan in
+the base order; the first solution whose schedule keeps the budget is optimal. Where time ends before that, local search
+has brought schedules under the budget that came near it, so that a plan comes back with its proven gap.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MENDED = 1.3
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
-_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _NODE_SECONDS_PER_ROW = 2e-5, 2e-8, 4e-7
+_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _NODE_SECONDS_PER_ROW = 1e-5, 8e-9, 2e-7
 """About what a relaxation takes for each row, and for each row and step, and where only little of it has changed; where
 work is counted."""
 
@@ -123,13 +123,11 @@ class _StepCutSearch:
 
     def is_over(self, share: float = 1.0) -> bool:
         """Say whether a share of the time is used up, or plan and bound are as near as they need be by now."""
-        if (
-            self.clock.left(share) <= 0
-            or self.incumbent.lower_bound_seconds > _HOPELESS * self.problem.baseline.seconds
-        ):
+        step_seconds = self.problem.baseline.seconds
+        if self.clock.left(share) <= 0 or self.incumbent.lower_bound_seconds > _HOPELESS * step_seconds:
             return True
-        gap = next(gap for until, gap in _LEVELS if self.clock.left(until) > 0)
-        return self.incumbent.is_closed(max(gap, self.enough) * self.problem.baseline.seconds)
+        gap = next((gap for until, gap in _LEVELS if self.clock.left(until) > 0), _LEVELS[-1][1])
+        return self.incumbent.is_closed(max(gap, self.enough) * step_seconds)
 
     def search(self, cuts: list[Cut], first: list[Cut]) -> None:
         """Decide what runs again, and cut where that breaks the budget, until bound and plan meet."""
@@ -159,16 +157,19 @@ class _StepCutSearch:
         return cuts
 
     def decide(self, cuts: list[Cut], share: float) -> list[Cut]:
-        """Solve whole programmes, and add the cut that the schedule of each calls for."""
+        """Solve whole programmes, and add the cuts that the schedule of each calls for."""
         while not self.is_over(share):
             found = self.whole(cuts, share)
             if found is None:
                 break
             model, columns = found
             schedule, segment, evaluation = self.carried_out(cuts, model, columns)
+            if evaluation.peak_bytes <= self.problem.budget_bytes:
+                break
             more = self.cuts_of_shares(cuts, model, columns)
+            more = more or self.cuts_of_runs(cuts, schedule, evaluation.timeline_bytes)
             more = more or self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
-            if evaluation.peak_bytes <= self.problem.budget_bytes or more is None:
+            if more is None:
                 break
             cuts = more
         return cuts
@@ -267,12 +268,14 @@ class _StepCutSearch:
         if not tree.plant(map(branching.known, self.decided), self.cutoff):
             return None
         leaf = None
-        while leaf is None and not self.is_over(share):
-            leaf = tree.divide(self.cutoff)
+        while True:
             bound = tree.bound(self.cutoff)
             if math.isinf(bound):
                 raise self.incumbent.infeasible(proven=True)
             self.incumbent.raise_bound((bound if leaf is None else met(model, leaf.columns, bound)) * self.scale)
+            if leaf is not None or self.is_over(share):
+                break
+            leaf = tree.divide(self.cutoff)
         self.decided = [node.limits for node in tree.open]
         return None if leaf is None else (model, leaf.columns)
 

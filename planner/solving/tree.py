@@ -2,18 +2,21 @@
 
 The node of the lowest bound is divided next. The choice to divide it by is that which raises the bounds of both sides
 most, tried for a few, and remembered for those that were tried before. At each node rows that its solution breaks are
-added; they hold for all. The method is that of Applegate, Bixby, Chvatal, Cook, "Finding Cuts in the TSP", DIMACS 1995
-(strong branching), and Achterberg, Koch, Martin, "Branching rules revisited", Operations Research Letters 33, 2005.
+added; they hold for all.
+
+Trials are those of Applegate, Bixby, Chvatal, Cook, "Finding Cuts in the TSP", DIMACS technical report 95-05, 1995,
+and memory that of Achterberg, Koch, Martin, "Branching rules revisited", Operations Research Letters 33, 2005.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.solving.branching import Branching, Choice, Kind, Limits, Question
+from planner.solving.branching import Branching, Choice, Kind, Limits
 from planner.solving.milp import Answer, Relaxation
 from planner.solving.step_cut import Model
 
@@ -32,7 +35,7 @@ _LEAST = 1e-5
 _MOST = 0.1
 """No gain counts for more than this share of the bound; nothing is known of where there is no solution."""
 
-_ANY = 0.0, float("inf")
+_ANY = 0.0, math.inf
 
 
 @dataclass(slots=True)
@@ -73,7 +76,11 @@ class Node:
 
 
 class Tree:
-    """A search that can be asked after each node how it stands."""
+    """A search that can be asked after each node how it stands.
+
+    ``solve`` solves the relaxation, in no more than so many steps if that is given; ``add_broken`` adds rows to the
+    model that a solution breaks, and says how many. Bounds and cutoffs are in the unit of the model's costs.
+    """
 
     def __init__(
         self,
@@ -88,7 +95,8 @@ class Tree:
         self.add_broken, self.gains, self.solve = add_broken, gains, solve
         self.open: list[Node] = []
         self.number = 0
-        self.current: Limits = {}
+        self.current: dict[tuple[int, ...], tuple[float, float]] = {}
+        """What sums of columns are limited to."""
         self.places: dict[tuple[int, ...], int] = {}
         """Where the model has the rows of sums that something was decided of."""
 
@@ -99,7 +107,7 @@ class Tree:
             answer = self._solve(limits, None)
             if answer.columns is not None and answer.bound < cutoff:
                 self._open(answer.bound, limits, answer.columns)
-            elif answer.columns is None and not answer.infeasible:
+            elif _is_cut_short(answer):
                 return False
         return True
 
@@ -110,8 +118,8 @@ class Tree:
     def divide(self, cutoff: float) -> Node | None:
         """Divide the open node of the lowest bound; return it instead if its solution is whole.
 
-        Nodes that cannot cost less than the cutoff are dropped. An answer without columns that is not infeasible says
-        that time is over; then all stays as it is.
+        What cannot cost less than the cutoff is dropped. If an answer without columns says that time is over, all stays
+        as it is. Two relaxations for each choice that is tried, and two to four more.
         """
         node = heapq.heappop(self.open)
         choices = list(self.branching.choices(node.columns))
@@ -127,6 +135,9 @@ class Tree:
         best: tuple[float, tuple[Limits, Limits]] | None = None
         for choice, sides in zip(tried, trials, strict=True):
             answers = [self._try(limits, basis) for limits in sides]
+            if any(_is_cut_short(answer, _TRIAL_TURNS) for answer in answers):
+                heapq.heappush(self.open, node)
+                return None
             down, up = (self._gain(node, answer, cutoff) for answer in answers)
             self.gains.tell(choice, down, up)
             if best is None or worth(down, up) > best[0]:
@@ -141,10 +152,10 @@ class Tree:
             answer = self._solve(limits, None)
             if answer.columns is not None and answer.bound < cutoff and self.add_broken(answer.columns):
                 better = self._solve(limits, None)
-                answer = answer if better.columns is None and not better.infeasible else better
+                answer = answer if _is_cut_short(better) else better
             if answer.columns is not None and answer.bound < cutoff:
                 opened.append((max(answer.bound, node.bound), limits, answer.columns))
-            elif answer.columns is None and not answer.infeasible:
+            elif _is_cut_short(answer):
                 heapq.heappush(self.open, node)
                 return None
         for each in opened:
@@ -181,12 +192,22 @@ class Tree:
         return down, up
 
     def _solve(self, limits: Limits, turns: int | None) -> Answer:
-        for question in {**self.current, **limits}:
-            wanted = limits.get(question, _ANY)
-            if self.current.get(question, _ANY) != wanted:
-                self._limit(question, *wanted)
-        self.current = limits
+        wanted: dict[tuple[int, ...], tuple[float, float]] = {}
+        for question, (low, high) in limits.items():
+            columns = self.branching.columns(question)
+            least, most = wanted.get(columns, _ANY)  # another question may be about the same columns
+            wanted[columns] = max(low, least), min(high, most)
+        for columns in {**self.current, **wanted}:
+            if self.current.get(columns, _ANY) != wanted.get(columns, _ANY):
+                self._limit(columns, *wanted.get(columns, _ANY))
+        self.current = wanted
         return self.solve(turns)
+
+    def _limit(self, columns: tuple[int, ...], low: float, high: float) -> None:
+        if len(columns) == 1:
+            self.relaxation.limit_column(columns[0], low, min(high, 1.0))
+        else:
+            self.relaxation.limit_row(self.places[columns], low, high)
 
     def _place(self, limits: Limits) -> None:
         """Give the sums of columns that are limited rows."""
@@ -195,9 +216,7 @@ class Tree:
                 self.places[columns] = len(self.model.rows)
                 self.model.at_least(0.0, *((column, 1.0) for column in columns))
 
-    def _limit(self, question: Question, low: float, high: float) -> None:
-        columns = self.branching.columns(question)
-        if len(columns) == 1:
-            self.relaxation.limit_column(columns[0], low, min(high, 1.0))
-        else:
-            self.relaxation.limit_row(self.places[columns], low, high)
+
+def _is_cut_short(answer: Answer, turns: float = math.inf) -> bool:
+    """Say whether time was over before an answer was there, or before so many steps."""
+    return answer.columns is None and not answer.infeasible and answer.turns < turns
