@@ -3,8 +3,8 @@
 It proves nothing. Some plans are found from nothing, going from hot to cold. What runs again
 before one moment of the step, and how, hardly depends on what does long after it: so two plans are
 put together, the one until some moment, the other from there on, and what comes of it is annealed,
-barely warm; the better ones stay. The moves and the exact bytes after each are in ``solving.annealing``, compiled by numba,
-which is loaded when a search starts and not before.
+barely warm; the better ones stay. The moves and the exact bytes after each are in
+``solving.annealing``, compiled by numba, which is loaded when a search starts and not before.
 """
 
 from __future__ import annotations
