@@ -474,7 +474,7 @@ def _tight_position(state: State) -> int:
 
 @_compiled
 def _shift(state: State) -> int:
-    """Return by how many slots to move a rerun: those before one operation, or those of a few operations, or of more."""
+    """Return by how many slots to move a rerun: those before one operation, or those of a few or more operations."""
     kind, slots = _random(state), state.whole[SLOTS]
     if kind < _WITHIN and slots > 1:
         return int((2 * _random(state) - 1) * slots)
