@@ -32,7 +32,7 @@ from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
 from planner.solving.rerun_set import RerunSet
 
-_HOT, _WARM, _WARMER, _COLD = 5.0, 0.1, 1.0, 0.003
+_HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs
 of an operation."""
 
