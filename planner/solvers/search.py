@@ -232,9 +232,11 @@ class _Population:
         while moves < _MOVES_PER_OPERATION * count and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
-            length = max(int(moves_each * (1.0 if top == _HOT else _CROSSED)) * count, _CHUNK_LEAST)
+            length = max(int(moves_each * (_CROSSED if start else 1.0)) * count, _CHUNK_LEAST)
             moves += self.cool(start, top, length, clock, is_over)
             self.take_in(incumbent)
+            if self.stale > _STALE and self.members:
+                self.members, self.stale, self.begun_seconds = [min(self.members)], 0, clock.left()
             self.number += 1
             if self.number == 1 and incumbent.schedule is None and not is_over():
                 look_lower()
@@ -284,16 +286,15 @@ class _Population:
             self.enter(_Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
 
     def take_in(self, incumbent: Incumbent) -> None:
-        """Take in the best set of a round, if it found one, and offer it; begin anew where nothing new comes any more.
+        """Take in the best set of a round, if it found one, and offer it.
 
         What the kernels say of it is held against the simulator.
         """
-        seconds = float(self.state.real[self.kernels.BEST]) * self.reruns.unit_seconds
+        cost = float(self.state.real[self.kernels.BEST])
+        seconds = cost * self.reruns.unit_seconds
         self.stale += 1
-        if math.isfinite(seconds):
-            self.enter(_Member(float(self.state.real[self.kernels.BEST]), tuple(sorted(map(int, self.reruns.best())))))
-        if self.stale > _STALE:
-            self.members, self.stale = [min(self.members)] if self.members else [], 0
+        if math.isfinite(cost):
+            self.enter(_Member(cost, tuple(sorted(map(int, self.reruns.best())))))
         if seconds >= incumbent.added_seconds * (1 - 1e-9):
             return
         schedule = self.reruns.schedule(self.reruns.best())

@@ -186,6 +186,31 @@ def test_a_plan_to_start_from_is_never_made_worse() -> None:
 
 
 @needs_numba
+def test_two_plans_are_crossed_at_moments_of_the_step() -> None:
+    population = search._Population(at(oracle.resnet_like(8), 0.5), seed=0)
+    one, other = search._Member(1.0, tuple(range(0, 100, 2))), search._Member(2.0, tuple(range(1, 100, 3)))
+    owners = set()
+    for _ in range(200):
+        found = population.crossed(one, other)
+        assert found == sorted(found)
+        inside = [key for key in found if key not in one.keys]
+        assert all(key in other.keys for key in inside)
+        if inside:
+            between = [key for key in found if inside[0] <= key <= inside[-1]]
+            assert between == [key for key in other.keys if inside[0] <= key <= inside[-1]]
+        owners.add((found[0] in one.keys, found[-1] in one.keys))
+    assert owners >= {(True, False), (True, True)}
+
+
+@needs_numba
+def test_of_many_plans_the_cheapest_stay_and_of_equal_ones_the_first() -> None:
+    population = search._Population(at(oracle.resnet_like(8), 0.5), seed=0)
+    for cost in (5.0, *range(40, 20, -1), 5.0):
+        population.enter(search._Member(float(cost), (int(cost),)))
+    assert sorted(member.cost for member in population.members) == [5.0, *map(float, range(21, 32))]
+
+
+@needs_numba
 def test_it_stops_when_told_so() -> None:
     problem = at(oracle.resnet_like(16), 0.4)
     incumbent = solvers.solve(problem, "sqrt").schedule
