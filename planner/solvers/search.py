@@ -55,9 +55,6 @@ after which all but the best leave."""
 _ONE_PLACE = 0.7
 """How often two plans change from one to the other only once."""
 
-_CHUNK, _CHUNK_LEAST, _CHUNKS = 2_000, 100, 20
-"""Moves between two looks at the clock, at most and at least, and how many times a round looks at least."""
-
 _MOVES_PER_OPERATION = 12_000
 """After so many, a search is over however much time is left."""
 
@@ -232,7 +229,7 @@ class _Population:
         while moves < _MOVES_PER_OPERATION * count and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
-            length = max(int(moves_each * (_CROSSED if start else 1.0)) * count, _CHUNK_LEAST)
+            length = int(moves_each * (_CROSSED if start else 1.0)) * count
             moves += self.cool(start, top, length, clock, is_over)
             self.take_in(incumbent)
             if self.stale > _STALE and self.members:
@@ -270,12 +267,13 @@ class _Population:
         kernels, state = self.kernels, self.state
         self.reruns.reset(start)
         state.real[kernels.BEST], state.best[0] = math.inf, 0
-        chunk = min(max(moves // _CHUNKS, _CHUNK_LEAST), _CHUNK)
         done = 0
         while done < moves and clock.left() > 0 and not is_over():
-            kernels.anneal(self.reruns.tables, state, chunk, top * (_COLD / top) ** (done / moves), _PACE)
-            clock.work(chunk * self.reruns.move_seconds)
-            done += chunk
+            after = min(done + self.reruns.moves_at_once, moves)
+            hot, cold = (top * (_COLD / top) ** (each / moves) for each in (done, after))
+            kernels.cool(self.reruns.tables, state, after - done, hot, cold, _PACE)
+            clock.work((after - done) * self.reruns.move_seconds)
+            done = after
         return done
 
     def adopt(self, incumbent: Incumbent) -> None:

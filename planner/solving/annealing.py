@@ -41,6 +41,9 @@ MADE_AGAIN_AT_MOST = 60
 _WITHIN = 0.15
 """How often a rerun that moves stays right before the same operation, roughly."""
 
+_COOLING_MOVES = 100
+"""Between two temperatures."""
+
 _DESCENT_MOVES = 50
 """Between two looks at whether the budget is kept."""
 
@@ -564,6 +567,13 @@ def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: f
         real[WEIGHT] *= 1.0 - pace if whole[EXCESS] == 0 else 1.0 + pace
         real[WEIGHT] = min(max(real[WEIGHT], 1e-9), 1e12)
     return taken
+
+
+@_compiled
+def cool(tables: Tables, state: State, moves: int, hot: float, cold: float, pace: float) -> None:
+    """Anneal from one temperature down to another."""
+    for done in range(0, moves, _COOLING_MOVES):
+        anneal(tables, state, min(_COOLING_MOVES, moves - done), hot * (cold / hot) ** (done / moves), pace)
 
 
 @_compiled

@@ -20,9 +20,6 @@ _STEP = 2e-3
 _TEMPERATURE, _WEIGHT, _PACE = 0.03, 10.0, 1e-3
 """In mean costs of an operation; what a byte over the budget costs to begin with, and how fast that price moves."""
 
-_CHUNK = 2_000
-"""Moves between two looks at the clock."""
-
 _SLOTS = (1, SLOTS)
 """Slots of each operation: at first what runs again goes in base order, where less is to be tried."""
 
@@ -55,10 +52,10 @@ def _descended(
     moves = moves_found = 0
     patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
     while clock.left() > 0 and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves and not is_over():
-        found = kernels.descend(reruns.tables, state, _CHUNK, _TEMPERATURE, _PACE, _STEP, least_bytes)
-        clock.work(_CHUNK * reruns.move_seconds)
+        found = kernels.descend(reruns.tables, state, reruns.moves_at_once, _TEMPERATURE, _PACE, _STEP, least_bytes)
+        clock.work(reruns.moves_at_once * reruns.move_seconds)
         moves_found = moves + found if found else moves_found
-        moves += _CHUNK
+        moves += reruns.moves_at_once
         if state.real[kernels.BEST] < math.inf:  # the least there can be
             break
     return reruns.schedule(reruns.best()) if moves_found else schedule

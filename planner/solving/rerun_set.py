@@ -13,6 +13,8 @@ from planner.ir.schedule import Schedule
 
 _MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 
+_SECONDS_AT_ONCE = 0.1
+"""About how long kernels run: after that they must wait for other threads, which then have the interpreter."""
 
 SLOTS = 4
 """Slots of each operation: how often what runs again before it may go back in base order, and one."""
@@ -34,6 +36,8 @@ class RerunSet:
         self.unit_seconds = sum(repeatable) / len(repeatable) if repeatable else 1.0
         self.move_seconds = _MOVE_SECONDS + _MOVE_SECONDS_PER_OPERATION * count
         """About what a move takes, where work is counted and not time."""
+        self.moves_at_once = int(_SECONDS_AT_ONCE / self.move_seconds)
+        """Between two looks at the clock."""
         self.tables = _tables(problem, kernels, self.unit_seconds)
         capacity = 8 * count + 256
 
