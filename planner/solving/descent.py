@@ -23,6 +23,9 @@ _TEMPERATURE, _WEIGHT, _PACE = 0.03, 10.0, 1e-3
 _SLOTS = (1, SLOTS)
 """Slots of each operation: at first what runs again goes in base order, where less is to be tried."""
 
+_LEAST_MOVES_AT_ONCE = 2_000
+"""Between two looks whether patience is at its end."""
+
 _PATIENCE_MOVES, _PATIENCE_SHARE = 150, 0.5
 """It is over after so many moves for each operation, and this share of all that were made, to no avail."""
 
@@ -51,11 +54,12 @@ def _descended(
     kernels.allow(state, max(least_bytes, problem.evaluate(schedule).peak_bytes - 1))
     moves = moves_found = 0
     patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
+    moves_at_once = min(reruns.moves_at_once, max(patience_moves // 4, _LEAST_MOVES_AT_ONCE))
     while clock.left() > 0 and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves and not is_over():
-        found = kernels.descend(reruns.tables, state, reruns.moves_at_once, _TEMPERATURE, _PACE, _STEP, least_bytes)
-        clock.work(reruns.moves_at_once * reruns.move_seconds)
+        found = kernels.descend(reruns.tables, state, moves_at_once, _TEMPERATURE, _PACE, _STEP, least_bytes)
+        clock.work(moves_at_once * reruns.move_seconds)
         moves_found = moves + found if found else moves_found
-        moves += reruns.moves_at_once
+        moves += moves_at_once
         if state.real[kernels.BEST] < math.inf:  # the least there can be
             break
     return reruns.schedule(reruns.best()) if moves_found else schedule
