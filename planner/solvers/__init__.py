@@ -16,6 +16,7 @@ from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.solving.confine import confined
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import minimum_peak
 
 
@@ -179,21 +180,22 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     The solver that gave up may know of neither.
     """
     floor = minimum_peak(problem.graph, problem.costs)
+    if problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven:
+        incumbent = Incumbent(problem)
+        incumbent.raise_bound(error.lower_bound_seconds)
+        for known in (floor.schedule, error.lowest):
+            if known is not None:
+                incumbent.update(known, "")
+        return incumbent.infeasible(proven=True)
     known_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
-    is_lower = known_bytes < error.minimum_feasible_peak_bytes
-    is_proven = error.is_proven or (problem.host is None and floor.proven_peak_bytes > problem.budget_bytes)
-    if not is_lower and is_proven == error.is_proven:
+    if known_bytes >= error.minimum_feasible_peak_bytes:
         return error
-    verdict, _, known = str(error).partition("; ")
-    if is_proven:
-        verdict = verdict.replace("found no plan that keeps", "no plan keeps")
-    if is_lower:
-        known = f"a plan is known for {known_bytes} bytes, at {floor.found_operation}"
+    verdict = str(error).partition(";")[0]
     return InfeasibleBudgetError(
-        f"{verdict}; {known}",
-        minimum_feasible_peak_bytes=known_bytes if is_lower else error.minimum_feasible_peak_bytes,
-        operation=floor.found_operation if is_lower else error.operation,
-        is_proven=is_proven,
+        f"{verdict}; a plan is known for {known_bytes} bytes, at {floor.found_operation}",
+        minimum_feasible_peak_bytes=known_bytes,
+        operation=floor.found_operation,
+        is_proven=error.is_proven,
         lower_bound_seconds=error.lower_bound_seconds,
-        lowest=floor.schedule if is_lower else error.lowest,
+        lowest=floor.schedule,
     )

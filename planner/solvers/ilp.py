@@ -84,7 +84,7 @@ class IlpSolver:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class _Rows:
     """The kinds of rows that are added where a solution breaks them."""
 
     paths: PathRows
@@ -240,12 +240,12 @@ class _StepCutSearch:
                 break
         return model, answer
 
-    def model(self, cuts: list[Cut]) -> tuple[Model, Rows]:
+    def model(self, cuts: list[Cut]) -> tuple[Model, _Rows]:
         """Write a programme down, with the rows that mattered last."""
         model = build(self.problem, cuts)
         if model is None:
             raise self.incumbent.infeasible(proven=True)
-        return model, Rows(PathRows(self.problem, cuts, model, self.ways), BudgetRows(model, self.roundings))
+        return model, _Rows(PathRows(self.problem, cuts, model, self.ways), BudgetRows(model, self.roundings))
 
     def solve(self, relaxation: Relaxation, model: Model, seconds_per_row: float, turns: int | None = None) -> Answer:
         """Solve a relaxation in the time that is left."""

@@ -52,6 +52,9 @@ _MANY, _YOUNG_SHARE, _STALE = 12, 0.35, 40
 """Members of a population; the share of the time at most until they are crossed; rounds in a row that let none in,
 after which all but the best leave."""
 
+_FROM_NOTHING = 4
+"""Beside a plan that is near the bound, one of so many rounds starts from nothing all the same."""
+
 _ONE_PLACE = 0.7
 """How often two plans change from one to the other only once."""
 
@@ -110,7 +113,7 @@ class SearchSolver:
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
         """Go on from the plan of an incumbent that others may work on, if any; if none is found soon, look for one.
 
-        Now and then it asks whether it is over. A move costs O(runs + reads changed): 3 to 5 us for 1,000 operations.
+        Now and then it asks whether it is over. A move costs O(runs + reads changed): a few microseconds for 1,000 operations.
         The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983;
         annealing what comes of crossing is that of Mahfoud, Goldberg, "Parallel recombinative simulated annealing",
         Parallel Computing 21, 1995.
@@ -247,7 +250,8 @@ class _Population:
         members, warm = self.members, float(_WARM * (_WARMER / _WARM) ** self.random.random())
         early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
         if len(members) < 2 or (early and len(members) < _MANY):
-            if members and (incumbent.is_closed(self.far_seconds) or not early) and self.number % 4 != 3:
+            is_near = incumbent.is_closed(self.far_seconds) or not early
+            if members and is_near and (self.number + 1) % _FROM_NOTHING:
                 return min(members).keys, _WARM if self.number == 0 else warm
             return (), _HOT
         return self.crossed(*self.random.sample(members, 2)), warm

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-6
 """By so much, relatively, the objective of a relaxation may be wrong."""
 
 
-Limits = dict[int, tuple[float, float]]
+Ranges = dict[int, tuple[float, float]]
 """What columns, or sums of rows, are at least and at most."""
 
 
@@ -194,8 +194,8 @@ class _CbcRelaxation:
 
     def __init__(self, pulp: Any, model: Model) -> None:
         self.pulp, self.model = pulp, model
-        self.columns: Limits = {}
-        self.rows: Limits = {}
+        self.columns: Ranges = {}
+        self.rows: Ranges = {}
         self.last_prices: list[float] = []
 
     def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
@@ -321,7 +321,7 @@ def _by_cbc(pulp: Any, model: Model, *, seconds: float | None, turns: int | None
     return _run_cbc(pulp, model, programme, columns, seconds=seconds, turns=turns, relax=relax)
 
 
-def _programme(pulp: Any, model: Model, *, relax: bool, columns: Limits, rows: Limits) -> tuple[Any, list[Any]]:
+def _programme(pulp: Any, model: Model, *, relax: bool, columns: Ranges, rows: Ranges) -> tuple[Any, list[Any]]:
     """Lay a model out as PuLP takes it, the rows that are limited to both sides twice."""
     programme = pulp.LpProblem("stepcut", pulp.LpMinimize)
     found = [
