@@ -23,6 +23,7 @@ from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library, Relaxation, met
 from planner.solving.path_rows import PathRows, Way
+from planner.solving.posed import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
@@ -101,6 +102,9 @@ class _StepCutSearch:
     def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress) -> None:
         self.incumbent = incumbent
         self.problem = incumbent.problem
+        self.exact = merged(self.problem)
+        self.posed = without_small(self.exact)
+        """What programmes are about, with fewer values; each plan is held to the problem itself."""
         self.clock = effort.clock()
         self.enough = effort.enough
         self.tell = progress
@@ -169,17 +173,23 @@ class _StepCutSearch:
             more = self.cuts_of_shares(cuts, model, columns)
             more = more or self.cuts_of_runs(cuts, schedule, evaluation.timeline_bytes)
             more = more or self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
-            if more is None:
+            if more is None and self.posed is self.exact:
                 break
-            cuts = more
+            if more is None:
+                self.pose_exactly()
+            cuts = more or cuts
         return cuts
+
+    def pose_exactly(self) -> None:
+        """Let programmes be about the smallest values, too; what was decided and added without them goes."""
+        self.posed, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
 
     def carried_out(
         self, cuts: list[Cut], model: Model, columns: Sequence[float]
     ) -> tuple[Schedule, list[int], Evaluation]:
         """Carry a solution out, and offer it, mended if it is worth that."""
         problem, incumbent = self.problem, self.incumbent
-        schedule, segment = carry_out(problem, cuts, model, columns)
+        schedule, segment = carry_out(self.posed, cuts, model, columns)
         evaluation = problem.evaluate(schedule)
         self.offer(schedule.order)
         over = evaluation.peak_bytes / max(problem.budget_bytes, 1)
@@ -201,7 +211,7 @@ class _StepCutSearch:
             if columns is None:
                 high = spare
                 continue
-            schedule, _ = carry_out(problem, cuts, model, columns)
+            schedule, _ = carry_out(self.posed, cuts, model, columns)
             evaluation = problem.evaluate(schedule)
             before = incumbent.added_seconds
             self.offer(schedule.order)
@@ -214,7 +224,7 @@ class _StepCutSearch:
 
     def spared(self, cuts: list[Cut], spare_bytes: int) -> tuple[list[float] | None, Model]:
         """Solve the programme that leaves some of the budget free."""
-        model = build(self.problem, cuts, spare_bytes)
+        model = build(self.posed, cuts, spare_bytes)
         if model is None:
             return None, Model()
         answer = self.library.minimise(model, relax=True)
@@ -242,10 +252,10 @@ class _StepCutSearch:
 
     def model(self, cuts: list[Cut]) -> tuple[Model, _Rows]:
         """Write a programme down, with the rows that mattered last."""
-        model = build(self.problem, cuts)
+        model = build(self.posed, cuts)
         if model is None:
             raise self.incumbent.infeasible(proven=True)
-        return model, _Rows(PathRows(self.problem, cuts, model, self.ways), BudgetRows(model, self.roundings))
+        return model, _Rows(PathRows(self.posed, cuts, model, self.ways), BudgetRows(model, self.roundings))
 
     def solve(self, relaxation: Relaxation, model: Model, seconds_per_row: float, turns: int | None = None) -> Answer:
         """Solve a relaxation in the time that is left."""
@@ -259,7 +269,7 @@ class _StepCutSearch:
         self.relaxed(cuts, share)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
         relaxation = self.library.relaxation(model)
-        branching = Branching(self.problem, cuts, model)
+        branching = Branching(self.posed, cuts, model)
 
         def solve(turns: int | None) -> Answer:
             return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
@@ -297,11 +307,11 @@ class _StepCutSearch:
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
         """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""
-        graph = self.problem.graph
+        graph = self.posed.graph
         self.clock.work(_SHARES_SECONDS_PER_READ * len(graph.operations) * len(graph.values))
         most_bytes = (1.0 + _OVER) * self.problem.budget_bytes
         worst: list[tuple[float, int]] = []
-        for stretch in bytes_between(self.problem, cuts, model, columns):
+        for stretch in bytes_between(self.posed, cuts, model, columns):
             over = [(size_bytes, step) for step, size_bytes in stretch.items() if size_bytes > most_bytes]
             worst += sorted(over)[-1:]
         return self.with_worst(cuts, worst)
@@ -336,7 +346,7 @@ class _StepCutSearch:
         around = self.with_step(before or cuts, step) or before
         if around is not None:
             return around
-        if operation not in needed_after(self.problem, step - 1)[0]:
+        if operation not in needed_after(self.posed, step - 1)[0]:
             return None
         following = segment[position] + 1
         if cuts[following] == Cut(step):
