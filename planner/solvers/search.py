@@ -114,9 +114,9 @@ class SearchSolver:
         """Go on from the plan of an incumbent that others may work on, if any; if none is found soon, look for one.
 
         Now and then it asks whether it is over. A move costs O(runs + reads changed): a few microseconds for 1,000
-        operations. The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983;
-        annealing what comes of crossing is that of Mahfoud, Goldberg, "Parallel recombinative simulated annealing",
-        Parallel Computing 21, 1995.
+        operations. The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science
+        220, 1983; annealing what comes of crossing is that of Mahfoud, Goldberg, "Parallel recombinative simulated
+        annealing", Parallel Computing 21, 1995.
         """
         problem = incumbent.problem
         if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
