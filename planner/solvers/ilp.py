@@ -349,12 +349,12 @@ class _StepCutSearch:
         if operation not in needed_after(self.posed, step - 1)[0]:
             return None
         following = segment[position] + 1
-        if cuts[following] == Cut(step):
-            return [*cuts[:following], Cut(step, frozenset([operation])), *cuts[following:]]
         if operation in cuts[following].again:
             return None
-        wider = Cut(step, cuts[following].again | {operation})
-        return [*cuts[:following], wider, *cuts[following + 1 :]]
+        again = cuts[following].again | {operation}
+        wider = next(cut for twin in range(len(cuts) + 1) if (cut := Cut(step, again, twin)) not in cuts)
+        is_new = cuts[following] == Cut(step)
+        return [*cuts[:following], wider, *cuts[following if is_new else following + 1 :]]
 
     @staticmethod
     def with_step(cuts: list[Cut], step: int) -> list[Cut] | None:

@@ -258,6 +258,11 @@ def met(model: Model, columns: Sequence[float], bound: float) -> float:
     return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
 
 
+def may_beat(bound: float, cutoff: float) -> bool:
+    """Say whether what costs no less than a bound may cost less than the cutoff, by more than rounding."""
+    return bound + 2 * _TOLERANCE * max(1.0, bound) < cutoff
+
+
 def _silent(highspy: Any) -> Any:
     """Return a HiGHS that says nothing: from 1.16 on it prints its name on stdout as soon as it is made."""
 

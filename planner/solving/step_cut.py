@@ -29,6 +29,8 @@ class Cut:
     again: frozenset[int] = frozenset()
     """If given, the moment is the first at which one of these operations is run again since the cut before; that of
     ``step`` itself if none is."""
+    twin: int = 0
+    """Tells it from others of the same operations: each of them is a moment of its own."""
 
     @property
     def latest(self) -> int:

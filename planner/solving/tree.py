@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.solving.branching import Branching, Choice, Kind, Limits
-from planner.solving.milp import Answer, Relaxation
+from planner.solving.milp import Answer, Relaxation, may_beat
 from planner.solving.step_cut import Model
 
 _TRIED, _TRIED_DEEP, _DEEP = 8, 2, 3
@@ -105,7 +105,7 @@ class Tree:
         for limits in decided:
             self._place(limits)
             answer = self._solve(limits, None)
-            if answer.columns is not None and answer.bound < cutoff:
+            if answer.columns is not None and may_beat(answer.bound, cutoff):
                 self._open(answer.bound, limits, answer.columns)
             elif _is_cut_short(answer):
                 return False
@@ -113,7 +113,7 @@ class Tree:
 
     def bound(self, cutoff: float) -> float:
         """Return what no solution costs less than, if none costs less than the cutoff where nothing is open."""
-        return min(self.open[0].bound, cutoff) if self.open else cutoff
+        return self.open[0].bound if self.open and may_beat(self.open[0].bound, cutoff) else cutoff
 
     def divide(self, cutoff: float) -> Node | None:
         """Divide the open node of the lowest bound; return it instead if its solution is whole.
@@ -142,7 +142,7 @@ class Tree:
             self.gains.tell(choice, down, up)
             if best is None or worth(down, up) > best[0]:
                 best = worth(down, up), sides
-            if all(answer.infeasible or answer.bound >= cutoff for answer in answers):
+            if not any(may_beat(math.inf if answer.infeasible else answer.bound, cutoff) for answer in answers):
                 break
         assert best is not None
         opened = []
@@ -150,10 +150,10 @@ class Tree:
             if len(self.model.rows) == num_rows:
                 self.relaxation.go_on_from(basis)
             answer = self._solve(limits, None)
-            if answer.columns is not None and answer.bound < cutoff and self.add_broken(answer.columns):
+            if answer.columns is not None and may_beat(answer.bound, cutoff) and self.add_broken(answer.columns):
                 better = self._solve(limits, None)
                 answer = answer if _is_cut_short(better) else better
-            if answer.columns is not None and answer.bound < cutoff:
+            if answer.columns is not None and may_beat(answer.bound, cutoff):
                 opened.append((max(answer.bound, node.bound), limits, answer.columns))
             elif _is_cut_short(answer):
                 heapq.heappush(self.open, node)

@@ -139,6 +139,7 @@ def test_scaling_bytes_and_seconds_scales_the_answer(name: str) -> None:
 
 @given(seed=seeds, share=shares, count=st.integers(2, 10))
 @example(seed=59, share=0.6, count=10)  # a cut between two steps, where the first of them has none of its own yet
+@example(seed=210, share=0.0, count=9)  # two moments at which one of the same operations runs again
 @settings(max_examples=120, deadline=None)
 def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count: int) -> None:
     problem = tiny(seed, share, count)
