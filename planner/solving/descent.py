@@ -1,6 +1,7 @@
 """The plan of the lowest peak, whatever it costs: annealing under a budget that is lowered each time that it is kept.
 
-It proves nothing; :mod:`planner.solving.peak_proof` says what no plan goes below.
+Where annealing gets no lower, what waits over the highest moment is made again: see :mod:`planner.solving.mending`. It
+proves nothing; :mod:`planner.solving.peak_proof` says what no plan goes below.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from planner.solving.mending import mended
 from planner.solving.peak_bounds import proven_peak
 from planner.solving.rerun_set import SLOTS, RerunSet
 
@@ -29,6 +31,12 @@ _LEAST_MOVES_AT_ONCE = 2_000
 _PATIENCE_MOVES, _PATIENCE_SHARE = 150, 0.5
 """It is over after so many moves for each operation, and this share of all that were made, to no avail."""
 
+_STARTS = 3
+"""How often it begins anew, with other random moves, where the least there can be is not reached."""
+
+_ANNEALING_SHARE = 0.5
+"""Share of the time after which annealing leaves the rest to mending."""
+
 
 def descended(
     problem: Problem, schedule: Schedule, limits: SolveLimits, is_over: Callable[[], bool] = lambda: False
@@ -39,10 +47,18 @@ def descended(
     """
     clock = limits.clock()
     least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
-    for slots in _SLOTS:
-        if problem.evaluate(schedule).peak_bytes > least_bytes:
-            schedule = _descended(RerunSet(problem, limits.seed, slots=slots), schedule, clock, least_bytes, is_over)
-    return schedule
+    lowest, lowest_bytes = schedule, problem.evaluate(schedule).peak_bytes
+    for seed in range(limits.seed, limits.seed + _STARTS):
+        found = schedule
+        for slots in _SLOTS:
+            if problem.evaluate(found).peak_bytes > least_bytes:
+                found = _descended(RerunSet(problem, seed, slots=slots), found, clock, least_bytes, is_over)
+        found = mended(problem, found, clock, least_bytes, is_over)
+        if problem.evaluate(found).peak_bytes < lowest_bytes:
+            lowest, lowest_bytes = found, problem.evaluate(found).peak_bytes
+        if lowest_bytes <= least_bytes or clock.left() <= 0 or is_over():
+            break
+    return lowest
 
 
 def _descended(
@@ -55,7 +71,11 @@ def _descended(
     moves = moves_found = 0
     patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
     moves_at_once = min(reruns.moves_at_once, max(patience_moves // 4, _LEAST_MOVES_AT_ONCE))
-    while clock.left() > 0 and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves and not is_over():
+    while (
+        clock.left(_ANNEALING_SHARE) > 0
+        and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves
+        and not is_over()
+    ):
         found = kernels.descend(reruns.tables, state, moves_at_once, _TEMPERATURE, _PACE, _STEP, least_bytes)
         clock.work(moves_at_once * reruns.move_seconds)
         moves_found = moves + found if found else moves_found

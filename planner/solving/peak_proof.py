@@ -11,6 +11,8 @@ whatever a plan does for all of them it may do for some. So a set can stand for 
 
 - A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
 - Two of the values alone may need more than the peak so far; then so do all.
+- One of them may leave no room for making the others again: then what those are made of waited while it was made; see
+  :mod:`planner.solving.waiting_cut`.
 - What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
@@ -21,20 +23,25 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, islice
 
 from planner.ir.graph import OperationCost, TrainingGraph
+from planner.solving.making import Making, members, set_of
+from planner.solving.waiting_cut import Behind, behind, least_cut
 
 _FOLLOWED, _PLAIN_LOOKS = 12, 1500
 """Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first
 bound, which is quick."""
 
-_LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARES = 300, 150_000, (0.01, 0.3)
+_LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARES = 200, 80_000, (0.01, 0.3)
 """Sets that are looked at then, for each operation and at most; and of what is left of them for one operation, at
 first and where that did not do: always the same work. A look takes about twenty microseconds."""
 
 _LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
 """Between two sets of ever fewer bytes on the way to one value; and to know what two need."""
+
+_VALUES_PER_LOOK = 30
+"""Values that are passed, when it is seen what depends on what, in the time of one look."""
 
 _REMEMBERED = 16
 """Ways to each value that are remembered, and as many that led nowhere."""
@@ -121,6 +128,12 @@ class Births:
         self.irreplaceable.sort(key=self.producer.__getitem__)
         self.beside_bytes = [0 if value.retained else value.size_bytes for value in graph.values]
         """What each value takes beside those that are retained, and those that stand."""
+        making = Making(graph, costs)
+        self.rooms = making.rooms
+        self.can_help = making.can_help
+        irreplaceable = set_of(self.irreplaceable)
+        self.needed = [frozenset(members(helps & irreplaceable)) for helps in self.can_help]
+        """What each operation must have that no plan makes again."""
         self.looks = 0
         """How many more sets are looked at."""
         self.index = 0
@@ -150,6 +163,12 @@ class Births:
         """For a value, what was met in vain on the ways to it, which of that was held, and in how many bytes."""
         self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
         """What two values need at least, and the peak at which that was asked."""
+        self.cuts: dict[Live, tuple[int, int]] = {}
+        """Likewise what sets need for what waits."""
+        self.left: dict[tuple[int, int], Behind] = {}
+        """For a value and bytes, what finds no room in them beside it."""
+        self.touched_bytes: list[int] = []
+        """What each operation needs beside what is retained and what stands, once that is asked."""
 
     def plain_peak(self, first_run_bytes: int, looks: int) -> int:
         """Return the least that is there at most before an operation, and no less than given, if so many looks do."""
@@ -175,7 +194,7 @@ class Births:
             peak, _, _, live = heapq.heappop(queue)
             if peak > seen[live]:
                 continue
-            if care and (fewer := self._without_what_can_be_made(live, peak)) != live:
+            if care and (fewer := self._simplest(live, peak)) != live:
                 if seen.get(fewer, peak + 1) <= peak:
                     continue
                 seen[fewer], came_from[fewer] = peak, live
@@ -187,7 +206,7 @@ class Births:
             if self.looks <= last:
                 return peak
             self.looks -= 1
-            if care is _Care.PAIRS and (needed := self._by_pairs(live, peak)) > peak:
+            if care is _Care.PAIRS and (needed := self._by_cuts(live, peak) or self._by_pairs(live, peak)) > peak:
                 seen[live] = needed
                 number += 1
                 heapq.heappush(queue, (needed, len(live), number, live))
@@ -223,6 +242,51 @@ class Births:
         """Return what stands once an operation has run."""
         return self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
 
+    def _by_cuts(self, live: Live, peak_bytes: int) -> int:
+        """Return what these values need for what waits while one of them is made, if that is above a peak; else 0."""
+        needed, asked = self.cuts.get(live, (0, -1))
+        if needed <= peak_bytes and asked < peak_bytes:
+            needed = max((self._beside(value, live, peak_bytes) for value in sorted(live)), default=0)
+            self.cuts[live] = needed, peak_bytes
+        return needed if needed > peak_bytes else 0
+
+    def _beside(self, value: int, live: Live, peak_bytes: int) -> int:
+        """Return what is there in the last run that makes a value, if that is above a peak; else the peak."""
+        maker = self.producer[value]
+        others = live - self.touched[maker]
+        standing_bytes = self._standing_bytes(maker)
+        first_bytes = standing_bytes + self._with(value, maker)
+        if first_bytes + sum(map(self.beside_bytes.__getitem__, others)) <= peak_bytes:
+            return peak_bytes
+        while True:
+            left = self._left(value, peak_bytes - standing_bytes)
+            waiting_bytes, work = least_cut(self.graph, self.beside_bytes, self.touched[maker], others, left)
+            self.looks -= 1 + work
+            if first_bytes + waiting_bytes <= peak_bytes or self.looks <= 0:
+                return peak_bytes
+            # From that on there may be a way, or once one more operation finds room.
+            rooms = (standing_bytes + self._with(value, operation) for operation in left.operations)
+            peak_bytes = min(first_bytes + waiting_bytes, *rooms)
+
+    def _left(self, value: int, room_bytes: int) -> Behind:
+        """Return what cannot run any more once a value is made that stays, in so many bytes."""
+        if (value, room_bytes) not in self.left:
+            self.looks -= 1 + len(self.inputs) // _VALUES_PER_LOOK
+            count = len(self.inputs)
+            self.left[value, room_bytes] = behind(
+                self.graph, {index for index in range(count) if self._with(value, index) > room_bytes}
+            )
+        return self.left[value, room_bytes]
+
+    def _with(self, value: int, operation: int) -> int:
+        """Return what an operation needs while a value is there."""
+        if not self.touched_bytes:
+            self.touched_bytes = [
+                sum(map(self.beside_bytes.__getitem__, touched)) + cost.workspace_bytes
+                for touched, cost in zip(self.touched, self.costs, strict=True)
+            ]
+        return self.touched_bytes[operation] + (0 if value in self.touched[operation] else self.beside_bytes[value])
+
     def _by_pairs(self, live: Live, peak_bytes: int) -> int:
         """Return what two of these values need, if that is above a peak; else the peak."""
         if len(live) == 2:
@@ -236,19 +300,61 @@ class Births:
                 return needed
         return peak_bytes
 
+    def _simplest(self, live: Live, peak_bytes: int) -> Live:
+        live = self._without_what_can_be_made(live, peak_bytes)
+        while live and (earlier := self._earlier(live, peak_bytes)) is not None:
+            live = earlier
+        return live
+
+    def _earlier(self, live: Live, peak_bytes: int) -> Live | None:
+        """Return what may as well be held in place of values of one maker, from their last birth on.
+
+        It is made of what that run reads, is no more than they, and nothing else is made of them.
+        """
+        size_of = self.beside_bytes.__getitem__
+        makers = {self.producer[u] for u in live}
+        live_bytes = self._standing_bytes(max(makers)) + sum(map(size_of, live))
+        for maker in sorted(makers, reverse=True):
+            made = live & self.outputs[maker]
+            if any(self._can_help(made, u) for u in live - made):
+                continue
+            if (
+                live_bytes + sum(map(size_of, self.touched[maker] - live)) + self.costs[maker].workspace_bytes
+                > peak_bytes
+            ):
+                continue
+            self.looks -= 1
+            earlier = self._without_what_can_be_made((live - made) | self.inputs[maker], peak_bytes)
+            if sum(map(size_of, (earlier & self.inputs[maker]) - live)) <= sum(map(size_of, made)):
+                return earlier
+        return None
+
     def _without_what_can_be_made(self, live: Live, peak_bytes: int) -> Live:
         """Leave out, one by one, values that can be made again from the others, or from nothing, within a peak."""
         size_of = self.beside_bytes.__getitem__
         while live:
             by_makers = sorted(live, key=self.producer.__getitem__)
-            ran = self.producer[by_makers[-1]]
-            free_bytes = peak_bytes - self._standing_bytes(ran) - sum(map(size_of, live))
-            ways = (*((u, _NOTHING) for u in by_makers), *((u, live - {u}) for u in reversed(by_makers)))
-            made = next((u for u, held in ways if self._can_be_made(u, held, free_bytes + size_of(u))), None)
-            if made is None:
+            free_bytes = peak_bytes - self._standing_bytes(self.producer[by_makers[-1]]) - sum(map(size_of, live))
+            made = [u for u in by_makers if self._can_be_made_alone(u, _NOTHING, free_bytes + size_of(u))]
+            if not made:
+                ways = ((u, live - {u}) for u in reversed(by_makers))
+                made = [*islice((u for u, held in ways if self._can_be_made(u, held, free_bytes + size_of(u))), 1)]
+            if not made:
                 break
-            live = live - {made}
+            live = live.difference(made)
         return live
+
+    def _can_be_made_alone(self, value: int, held: Live, room_bytes: int) -> bool:
+        """Say whether a value is known to be made from nothing, beside others, in so many bytes."""
+        if self.rooms[value] > room_bytes:
+            return False
+        needed = self.needed[self.producer[value]]
+        return not needed or needed <= held.union(self.standing)
+
+    def _can_help(self, held: Live, value: int) -> bool:
+        """Say whether a value is made of others, or with them."""
+        helps = self.can_help[self.producer[value]]
+        return any(helps >> u & 1 for u in held)
 
     def _can_be_made(self, value: int, held: Live, room_bytes: int) -> bool:
         """Say whether a way was found to make a value from others, which stay, in so many bytes beside them.
@@ -256,8 +362,12 @@ class Births:
         Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other;
         and where the latest of a set is needed by none of it and its maker reads no more than it makes, from there.
         """
+        if self._can_be_made_alone(value, held, room_bytes):
+            return True
         if any(enough <= room_bytes and used <= held for used, enough in self.ways[value]):
             return True
+        if not self._can_help(held, value):
+            return False
         if any(room_bytes <= too_few and held & met <= used for met, used, too_few in self.vain[value]):
             return False
         size_of = self.beside_bytes.__getitem__
@@ -289,9 +399,7 @@ class Births:
         if len(live) != 1:
             return room_bytes + 1 if live else 0
         (value,) = live
-        if held:
-            self._can_be_made(value, _NOTHING, room_bytes)
-        return min((enough for used, enough in self.ways[value] if not used), default=room_bytes + 1)
+        return self.rooms[value] if self._can_be_made_alone(value, held, room_bytes) else room_bytes + 1
 
     def _births_within(
         self, live: Live, held: Live, met: set[int], live_bytes: int, room_bytes: int

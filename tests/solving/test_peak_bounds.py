@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import random
 from functools import partial
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.common.limits import SolveLimits
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
@@ -47,6 +50,31 @@ def residual_layers(count: int) -> tuple[TrainingGraph, tuple[OperationCost, ...
     return builder.graph("residual", {}), tuple(builder.costs)
 
 
+def random_step(seed: int, forward: int) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+    """Return a small random forward and its backward, which also makes what is retained."""
+    rng, builder = random.Random(seed), Builder()
+    made: list[int] = []
+    tape: list[tuple[list[int], int]] = []
+    for _ in range(forward):
+        inputs = sorted({*rng.choices(made, k=rng.choice([1, 1, 2]))}) if made else []
+        made += builder.add("forward", inputs, [64 * rng.choice([1, 2, 4])], recomputable=rng.random() > 0.1)
+        tape.append((inputs, made[-1]))
+    gradients = dict.fromkeys(made[-1:], builder.add("loss", made[-1:], [64], phase=Phase.LOSS)[0])
+    back = partial(builder.add, phase=Phase.BACKWARD)
+    for inputs, output in reversed(tape):
+        if output not in gradients:
+            continue
+        read = [gradients[output], *(u for u in dict.fromkeys((*inputs, output)) if rng.random() < 0.6)]
+        if rng.random() < 0.5:
+            back("weight'", read, [64], retained=True)
+        for u in inputs:
+            (own,) = back("backward", read, [builder.values[u].size_bytes])
+            if u in gradients:
+                (own,) = back("add'", [gradients[u], own], [builder.values[u].size_bytes])
+            gradients[u] = own
+    return builder.graph("random", {}), tuple(builder.costs)
+
+
 @pytest.mark.parametrize("seed", tiered(range(300), quick=range(40)))
 def test_no_bound_is_above_the_lowest_peak(seed: int) -> None:
     for plain in (False, True):
@@ -84,10 +112,18 @@ def _exactly(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> int:
 
 @pytest.mark.parametrize("seed", tiered(range(400), quick=range(60)))
 def test_what_is_left_out_and_remembered_changes_nothing(seed: int) -> None:
-    """Values that can be made again, pairs, and what earlier operations found: all of it only saves work."""
+    """Values that can be made again, pairs, cuts, and what earlier operations found: all of it only saves work."""
     for plain in (False, True):
         graph, costs = random_graph(seed, operations=8 + seed % 5, plain=plain)
         assert proven_peak(graph, costs)[0] == _exactly(graph, costs)
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 10**6))
+def test_no_bound_is_above_the_lowest_peak_of_a_training_step(seed: int) -> None:
+    graph, costs = random_step(seed, forward=3)
+    bound, _ = proven_peak(graph, costs)
+    assert max(first_run_bytes(graph, costs)) <= bound <= lowest(graph, costs)
 
 
 @pytest.mark.parametrize("looks", [0, 1, 5, 20, 100])

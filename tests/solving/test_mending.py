@@ -1,0 +1,63 @@
+"""Mending: a lower peak by making again what waits over the highest moment."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.common.limits import SolveLimits
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.solving import descent
+from planner.solving.descent import descended
+from planner.solving.mending import mended
+from planner.solving.peak_bounds import lowest_schedule, proven_peak
+from tests.oracle import lowest, random_graph, resnet_like
+from tests.solving.test_peak_bounds import residual_layers
+
+LIMITS = SolveLimits(time_limit_seconds=1.0, deterministic=True)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**6))
+def test_a_mended_plan_is_no_higher_and_no_lower_than_can_be(seed: int) -> None:
+    graph, costs = random_graph(seed, operations=8, plain=seed % 2 == 0)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    start = Schedule.keep_all(graph)
+    found = problem.evaluate(mended(problem, start, LIMITS.clock(), 0)).peak_bytes
+    assert lowest(graph, costs) <= found <= problem.evaluate(start).peak_bytes
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
+def test_what_annealing_leaves_is_made_again_by_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many reruns at once, none of which helps alone: moves at random do not come by them."""
+    graph, costs = resnet_like(12)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    start = lowest_schedule(problem)
+    limits = SolveLimits(time_limit_seconds=2.0, deterministic=True)
+    least_bytes = proven_peak(graph, costs)[0]
+    assert problem.evaluate(descended(problem, start, limits)).peak_bytes <= 1.0001 * least_bytes
+    monkeypatch.setattr(descent, "mended", lambda problem, schedule, *_: schedule)
+    assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * least_bytes
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_it_stops_at_what_is_asked(share: float) -> None:
+    graph, costs = residual_layers(count=6)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    start = Schedule.keep_all(graph)
+    from_bytes, least_bytes = problem.baseline.peak_bytes, proven_peak(graph, costs)[0]
+    asked_bytes = int(least_bytes + share * (from_bytes - least_bytes))
+    found = problem.evaluate(mended(problem, start, LIMITS.clock(), asked_bytes)).peak_bytes
+    assert 0.9 * asked_bytes <= found <= asked_bytes
+
+
+def test_it_is_the_same_every_time() -> None:
+    graph, costs = residual_layers(count=8)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    limits = SolveLimits(time_limit_seconds=0.05, deterministic=True)
+    found = [mended(problem, Schedule.keep_all(graph), limits.clock(), 0) for _ in range(2)]
+    assert found[0] == found[1]
