@@ -94,7 +94,7 @@ class DeviceSpec:
 
 def cpu(cores: int | None = None, *, memory_bytes: int | None = None) -> DeviceSpec:
     """Describe a CPU, crudely: so much per core of a server with AVX-512; by default the cores that we may run on."""
-    cores = cores or _available_cores()
+    cores = cores or available_cores()
     return DeviceSpec(
         name="cpu",
         kind="cpu",
@@ -118,7 +118,8 @@ def cpu(cores: int | None = None, *, memory_bytes: int | None = None) -> DeviceS
     )
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux: what this process was given, not what the machine has
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from planner.solving.posed import merged
 
 _MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 
@@ -27,7 +28,7 @@ class RerunSet:
         from planner.solving import annealing as kernels
 
         np: Any = import_module("numpy")
-        self.problem = problem
+        self.problem = problem = merged(problem)
         self.kernels = kernels
         self.random = random.Random(seed)
         graph, costs = problem.graph, problem.costs

@@ -242,6 +242,23 @@ def test_auto_carries_on_where_the_integer_programme_stalls() -> None:
     assert any("(search)" in line and "gap" in line for line in told)
 
 
+@pytest.mark.parametrize(("cores", "annealings"), [(1, 1), (2, 1), (4, 3), (64, 4)])
+def test_cores_that_are_left_anneal_each_with_other_moves(
+    cores: int, annealings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def improve(self: object, incumbent: object, *, effort: SolveLimits, is_over: Callable[[], bool]) -> None:
+        seeds.append(effort.seed)
+
+    monkeypatch.setattr("planner.solvers.auto.available_cores", lambda: cores)
+    monkeypatch.setattr(type(SOLVER), "require", lambda self: None)
+    monkeypatch.setattr(type(SOLVER), "prepare", lambda *_: True)
+    monkeypatch.setattr(type(SOLVER), "improve", improve)
+    solvers.solve(at(oracle.resnet_like(50), 0.25), time_limit_seconds=1.0, seed=7)
+    assert sorted(seeds) == [*range(7, 7 + annealings)]
+
+
 def test_where_the_integer_programme_closes_the_gap_annealing_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise AssertionError("the search was started")
