@@ -63,6 +63,11 @@ class Clock:
         if self._told is not None:
             self._told(seconds)
 
+    def part(self, share: float) -> Clock:
+        """Start a clock for a share of the limit, or what is left of it; work in it counts here, too."""
+        limit_seconds = max(min(share * self.limit_seconds, self.left()), 0.0)
+        return Clock(limit_seconds, counts_work=self.counts_work, told=self.work)
+
     def left(self, share: float = 1.0) -> float:
         """Seconds until a share of the limit is used up; negative after it."""
         now = self._worked if self.counts_work else time.perf_counter()

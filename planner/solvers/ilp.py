@@ -45,6 +45,9 @@ _OVER, _CUTS_AT_ONCE = 2e-3, 6
 _MENDED = 1.3
 """Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
 
+_MENDED_SHARE = 0.05
+"""Of the time, at most, for one schedule."""
+
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
@@ -299,10 +302,11 @@ class _StepCutSearch:
         self.incumbent.update(Schedule(tuple(without_useless(self.problem, order))), IlpSolver.name)
 
     def mend(self, order: Sequence[int]) -> None:
-        """Bring a schedule under the budget by local search."""
-        order, peak_bytes = lower_peak(self.problem, order, self.clock)
+        """Bring a schedule under the budget by local search, in a share of the time."""
+        clock = self.clock.part(_MENDED_SHARE)
+        order, peak_bytes = lower_peak(self.problem, order, clock)
         if peak_bytes <= self.problem.budget_bytes:
-            order = take_back(self.problem, order, self.clock)
+            order = take_back(self.problem, order, clock)
         self.offer(order)
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:

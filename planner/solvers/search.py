@@ -29,7 +29,7 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.descent import descended
 from planner.solving.incumbent import Incumbent
-from planner.solving.peak_bounds import lowest_schedule, proven_floor
+from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
 from planner.solving.rerun_set import RerunSet
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
@@ -89,7 +89,7 @@ class SearchSolver:
                 progress(f"search: {_COMPILES}")
             self.improve(incumbent, effort=effort)
         if incumbent.schedule is None:
-            self.descend(incumbent, effort=effort)
+            self.descend(incumbent, effort=effort, to_the_lowest=True)
         return incumbent.solution()
 
     def require(self) -> None:
@@ -132,12 +132,21 @@ class SearchSolver:
         population = _Population(problem, effort.seed)
         population.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
 
-    def descend(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
+    def descend(
+        self,
+        incumbent: Incumbent,
+        *,
+        effort: SolveLimits,
+        is_over: Callable[[], bool] = _never,
+        to_the_lowest: bool = False,
+    ) -> None:
         """Look for a plan within the budget, or for the lowest there is, from the lowest that an incumbent has seen."""
         self.require()
         problem = incumbent.problem
-        if not incumbent.update(lowest_schedule(problem), self.name):  # it may find less where less is asked for
-            incumbent.update(lowest_schedule(replace(problem, budget_bytes=0)), self.name)
+        incumbent.update(lowest_schedule(replace(problem, budget_bytes=0)), self.name)
+        if to_the_lowest:  # the proof takes seconds, which is too long where time is short
+            least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
+            problem = replace(problem, budget_bytes=least_bytes)
         found = descended(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
         incumbent.update(found, self.name)
 

@@ -13,7 +13,6 @@ from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving.mending import mended
-from planner.solving.peak_bounds import proven_peak
 from planner.solving.rerun_set import SLOTS, RerunSet
 
 _STEP = 2e-3
@@ -43,10 +42,11 @@ def descended(
 ) -> Schedule:
     """Return the schedule of the lowest peak that is found from a given one, down to the budget of the problem.
 
-    It needs numba, and ends where a bound on all peaks is reached, time is up, or nothing lower was found for long.
+    It needs numba, and ends where the budget is kept, time is up, or nothing lower was found for long. Whoever asks for
+    the lowest peak there is gives the proven one for a budget.
     """
     clock = limits.clock()
-    least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
+    least_bytes = problem.budget_bytes
     lowest, lowest_bytes = schedule, problem.evaluate(schedule).peak_bytes
     for seed in range(limits.seed, limits.seed + _STARTS):
         found = schedule

@@ -8,6 +8,7 @@ one breaks the budget wherever shares were rounded up.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from planner.ir.problem import Problem
@@ -21,7 +22,7 @@ def bytes_between(
 ) -> list[dict[int, float]]:
     """Return, for each cut, about what a relaxed solution takes at each first run between it and the next.
 
-    O(operations x values) in all.
+    O(values + reads) for each cut, and O(reads of what changes) for each first run.
     """
     ends = [*(cut.step for cut in cuts[1:]), len(problem.graph.operations)]
     return [
@@ -47,35 +48,46 @@ class _Stretch:
         """How much of each value must be there when the stretch ends."""
         if number + 1 < len(model.held):
             self.at_end.update((u, columns[column]) for u, column in model.held[number + 1].items())
+        self.sizes = [0 if value.retained else value.size_bytes for value in self.graph.values]
+        self.shares: dict[int, float] = {}
+        """How much of each value there was at the last first run; others are not there."""
+        self.changed = set[int]()
+        """Values of which there may be more or less at the next."""
+        self.total_bytes = 0.0
 
     def bytes(self) -> dict[int, float]:
-        """Carry it out."""
-        graph, end = self.graph, self.end
-        made = [u for u, maker in enumerate(graph.producer) if maker < end and graph.values[u].size_bytes]
-        retained = [u for u in made if graph.values[u].retained]
-        last_read = {u: max((reader for reader in graph.readers[u] if reader < end), default=-1) for u in made}
-        needed = [u for u in made if last_read[u] >= self.begin or self.at_end.get(u) or self.there.get(u)]
-        needed = [u for u in needed if not graph.values[u].retained]
-        read_again = {u for o in self.left for u in graph.operations[o].inputs}
+        """Carry it out, and follow what changes from one first run to the next."""
+        graph, sizes = self.graph, self.sizes
+        retained_bytes = sum(
+            value.size_bytes
+            for value, maker in zip(graph.values, graph.producer, strict=True)
+            if value.retained and maker < self.begin
+        )
+        self.changed.update(u for u, maker in enumerate(graph.producer) if maker < self.begin)
         found: dict[int, float] = {}
-        for step in range(self.begin, end):
+        for step in range(self.begin, self.end):
             operation = graph.operations[step]
             for u in operation.inputs:
                 self.make(u)
             touched = {*operation.inputs, *operation.outputs}
-            size_bytes = float(self.costs[step].workspace_bytes)
-            size_bytes += sum(graph.values[u].size_bytes for u in retained if graph.producer[u] <= step)
-            for u in needed:
-                if u in touched:
-                    size_bytes += graph.values[u].size_bytes
-                elif graph.producer[u] < step:
-                    share = 1.0 if last_read[u] > step else self.at_end.get(u, 0.0)
-                    if u in read_again:
-                        share = max(share, *(self.left.get(reader, 0.0) for reader in graph.readers[u]))
-                    share -= self.left.get(graph.producer[u], 0.0)
-                    size_bytes += graph.values[u].size_bytes * max(share, 0.0)
-            found[step] = size_bytes
+            self.changed |= touched
+            for u in self.changed:
+                share = 1.0 if u in touched else self.share_after(u, step)
+                self.total_bytes += sizes[u] * (share - self.shares.get(u, 0.0))
+                self.shares[u] = share
+            self.changed = touched
+            retained_bytes += sum(graph.values[u].size_bytes for u in operation.outputs if graph.values[u].retained)
+            found[step] = self.costs[step].workspace_bytes + retained_bytes + self.total_bytes
         return found
+
+    def share_after(self, value: int, step: int) -> float:
+        """Return how much of a value there is while a first run does not touch it."""
+        readers = self.graph.readers[value]
+        following = readers[bisect_right(readers, step) :]
+        is_read = bool(following) and following[0] < self.end
+        asked = (self.at_end.get(value, 0.0), *(self.left.get(each, 0.0) for each in readers))
+        share = 1.0 if is_read else max(asked)
+        return max(share - self.left.get(self.graph.producer[value], 0.0), 0.0)
 
     def make(self, value: int) -> None:
         """Run again what is missing of a value, as far as there is something left to run."""
@@ -87,7 +99,9 @@ class _Stretch:
             if share <= _NOTHING:
                 continue
             self.left[maker] -= share
-            for each in self.graph.operations[maker].outputs:
+            operation = self.graph.operations[maker]
+            for each in operation.outputs:
                 if each in self.there:
                     self.there[each] = min(self.there[each] + share, 1.0)
-            stack.extend((each, share) for each in self.graph.operations[maker].inputs)
+            self.changed.update(operation.inputs, operation.outputs)
+            stack.extend((each, share) for each in operation.inputs)
