@@ -44,8 +44,8 @@ class Clock:
 
     >>> clock = Clock(10.0, counts_work=True)
     >>> clock.work(4.0)
-    >>> clock.left(), clock.left(0.5)
-    (6.0, 1.0)
+    >>> clock.left(), clock.left(0.5), clock.part(0.3).left()
+    (6.0, 1.0, 3.0)
     """
 
     def __init__(
