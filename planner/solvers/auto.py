@@ -154,7 +154,7 @@ class _Race:
     def descend(self) -> None:
         """Look for the plan of the lowest peak, where the budget cannot be kept."""
         if self.can_anneal(lambda: False):
-            search.SOLVER.descend(self.incumbent, effort=self.rest(), to_the_lowest=True)
+            search.SOLVER.descend(self.incumbent, effort=self.rest())
         else:
             self.incumbent.update(lowest_schedule(self.incumbent.problem), AutoSolver.name)
 

@@ -61,8 +61,11 @@ _ONE_PLACE = 0.7
 _MOVES_PER_OPERATION = 12_000
 """After so many, a search is over however much time is left."""
 
-_DESCENT_SHARE = 0.5
-"""Of the time, at most, for a first plan where a round of annealing found none."""
+_DESCENT_SHARE = 0.8
+"""Of what is left of the time, at most, for a first plan after a round of annealing that found none."""
+
+_QUICK_SHARE = 0.15
+"""Of what is left of the time, at most, for the plan that a descent begins with."""
 
 _LEAST_SECONDS = 0.1
 
@@ -89,7 +92,7 @@ class SearchSolver:
                 progress(f"search: {_COMPILES}")
             self.improve(incumbent, effort=effort)
         if incumbent.schedule is None:
-            self.descend(incumbent, effort=effort, to_the_lowest=True)
+            self.descend(incumbent, effort=effort)
         return incumbent.solution()
 
     def require(self) -> None:
@@ -125,30 +128,36 @@ class SearchSolver:
         clock = effort.clock()
 
         def look_lower() -> None:
-            share_seconds = max(_DESCENT_SHARE * clock.left(), _LEAST_SECONDS)
-            first = replace(effort, time_limit_seconds=share_seconds, told=clock.work)
-            self.descend(incumbent, effort=first, is_over=is_over)
+            if population.number == 1:
+                self.begin_low(incumbent, _QUICK_SHARE * clock.left())
+            before = None
+            while incumbent.lowest != before and incumbent.schedule is None and clock.left() > 0 and not is_over():
+                before = incumbent.lowest
+                seconds = max(_DESCENT_SHARE * clock.left(), _LEAST_SECONDS)
+                part = replace(effort, time_limit_seconds=seconds, told=clock.work)
+                incumbent.update(self.descent(incumbent, problem.budget_bytes, part, is_over), self.name)
 
         population = _Population(problem, effort.seed)
         population.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
 
-    def descend(
-        self,
-        incumbent: Incumbent,
-        *,
-        effort: SolveLimits,
-        is_over: Callable[[], bool] = _never,
-        to_the_lowest: bool = False,
-    ) -> None:
-        """Look for a plan within the budget, or for the lowest there is, from the lowest that an incumbent has seen."""
+    def descend(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
+        """Look for the plan of the lowest peak, down to the budget, from the lowest that an incumbent has seen."""
         self.require()
+        self.begin_low(incumbent, _QUICK_SHARE * effort.time_limit_seconds)
         problem = incumbent.problem
-        incumbent.update(lowest_schedule(replace(problem, budget_bytes=0)), self.name)
-        if to_the_lowest:  # the proof takes seconds, which is too long where time is short
-            least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
-            problem = replace(problem, budget_bytes=least_bytes)
-        found = descended(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
-        incumbent.update(found, self.name)
+        least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
+        incumbent.update(self.descent(incumbent, least_bytes, effort), self.name)
+
+    def begin_low(self, incumbent: Incumbent, seconds: float) -> None:
+        """Show an incumbent the plan of the lowest peak that is found quickly."""
+        incumbent.update(lowest_schedule(replace(incumbent.problem, budget_bytes=0), seconds), self.name)
+
+    def descent(
+        self, incumbent: Incumbent, least_bytes: int, effort: SolveLimits, is_over: Callable[[], bool] = _never
+    ) -> Schedule:
+        """Go down from the lowest plan that an incumbent has seen, until it has one within the budget."""
+        problem = replace(incumbent.problem, budget_bytes=least_bytes)
+        return descended(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
 
 
 def _is_compiled() -> bool:
@@ -232,7 +241,7 @@ class _Population:
     def search(
         self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool], look_lower: Callable[[], None]
     ) -> None:
-        """Anneal until time is up, offering each plan better than the best known; look lower if a round finds none."""
+        """Anneal until time is up, offering each plan better than the best known; look lower while there is none."""
         count = len(self.state.count)
         self.begun_seconds = clock.left()
         share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
@@ -247,7 +256,7 @@ class _Population:
             if self.stale > _STALE and self.members:
                 self.members, self.stale, self.begun_seconds = [min(self.members)], 0, clock.left()
             self.number += 1
-            if self.number == 1 and incumbent.schedule is None and not is_over():
+            if incumbent.schedule is None and clock.left() > 0 and not is_over():
                 look_lower()
 
     def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:

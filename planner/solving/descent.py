@@ -34,7 +34,7 @@ _STARTS = 3
 """How often it begins anew, with other random moves, where the least there can be is not reached."""
 
 _ANNEALING_SHARE = 0.5
-"""Share of the time after which annealing leaves the rest to mending."""
+"""Share of the time after which annealing leaves the rest to mending, once it gets no lower."""
 
 
 def descended(
@@ -71,11 +71,10 @@ def _descended(
     moves = moves_found = 0
     patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
     moves_at_once = min(reruns.moves_at_once, max(patience_moves // 4, _LEAST_MOVES_AT_ONCE))
-    while (
-        clock.left(_ANNEALING_SHARE) > 0
-        and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves
-        and not is_over()
-    ):
+    while clock.left() > 0 and not is_over():
+        in_time = clock.left(_ANNEALING_SHARE) > 0 or moves - moves_found < 2 * moves_at_once
+        if not in_time or moves - moves_found >= patience_moves + _PATIENCE_SHARE * moves:
+            break
         found = kernels.descend(reruns.tables, state, moves_at_once, _TEMPERATURE, _PACE, _STEP, least_bytes)
         clock.work(moves_at_once * reruns.move_seconds)
         moves_found = moves + found if found else moves_found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -115,9 +116,10 @@ def proven_lowest(problem: Problem) -> int:
     return proven_peak(problem.graph, problem.costs)[0]
 
 
-def lowest_schedule(problem: Problem) -> Schedule:
+def lowest_schedule(problem: Problem, limit_seconds: float = math.inf) -> Schedule:
     """Return the schedule of the lowest peak that quick methods find by recompute, stopping at the budget."""
-    clock = Clock(_SECONDS_PER_OPERATION * len(problem.graph.operations), counts_work=True)
+    seconds = _SECONDS_PER_OPERATION * len(problem.graph.operations)
+    clock = Clock(min(seconds, limit_seconds), counts_work=True)
     lowest = (problem.baseline.peak_bytes, Schedule.keep_all(problem.graph))
     for schedule in segmentations(problem.graph):
         peak_bytes = problem.evaluate(schedule).peak_bytes
