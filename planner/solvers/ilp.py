@@ -45,8 +45,8 @@ _OVER, _CUTS_AT_ONCE = 2e-3, 6
 _MENDED = 1.3
 """Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
 
-_MENDED_SHARE = 0.05
-"""Of the time, at most, for one schedule."""
+_MENDED_SHARE, _FIRST_MENDED_SHARE = 0.05, 1.0
+"""Of the time, at most, for one schedule; and where there is no plan yet."""
 
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
@@ -303,7 +303,7 @@ class _StepCutSearch:
 
     def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search, in a share of the time."""
-        clock = self.clock.part(_MENDED_SHARE)
+        clock = self.clock.part(_MENDED_SHARE if self.incumbent.schedule else _FIRST_MENDED_SHARE)
         order, peak_bytes = lower_peak(self.problem, order, clock)
         if peak_bytes <= self.problem.budget_bytes:
             order = take_back(self.problem, order, clock)

@@ -82,13 +82,13 @@ class Making:
         lasting = self.lasting[-1]
         for index, operation in enumerate(self.graph.operations):
             least_bytes = max(
-                self._bytes((self.inputs[index] | self.outputs[index]) & ~lasting) + self.own_bytes[index],
+                self.bytes_of((self.inputs[index] | self.outputs[index]) & ~lasting) + self.own_bytes[index],
                 max((needed[self.producer[u]] for u in operation.inputs), default=0),
             )
             for share in _MORE_ROOM if self.looks < _MANY_LOOKS else _MORE_ROOM[-1:]:
                 needed[index] = int(least_bytes * (1 + share))
-                room_bytes = needed[index] + self._bytes(lasting)
-                if self._way(self.inputs[index] | lasting, lasting, lasting, room_bytes, _LOOKS_FOR_ROOM) is not None:
+                room_bytes = needed[index] + self.bytes_of(lasting)
+                if self.way(self.inputs[index] | lasting, lasting, lasting, room_bytes, _LOOKS_FOR_ROOM) is not None:
                     break
             else:
                 continue
@@ -106,7 +106,7 @@ class Making:
         core = held
         for u in members(held):
             rest = (core | 1 << value) & ~(1 << u)
-            if self._can_be_made(u, rest, room_bytes - self._bytes(rest)):
+            if self._can_be_made(u, rest, room_bytes - self.bytes_of(rest)):
                 core &= ~(1 << u)
         # At best what is held stays; or else as much as must, and the rest is made again afterwards.
         for stays in dict.fromkeys((held, core)):
@@ -120,7 +120,7 @@ class Making:
             return making.order
         return None
 
-    def _way(
+    def way(
         self, wanted: int, held: int, stays: int, room_bytes: int, looks: int, *, deeply: bool = True
     ) -> list[tuple[int, int, int]] | None:
         """Return how to come from what is held to a set, beside what must stay; None if no way was found.
@@ -160,12 +160,12 @@ class Making:
                 return steps
             looks -= 1
             self.looks += 1
-            live_bytes = self._bytes(live)
+            live_bytes = self.bytes_of(live)
             for operation in {self.producer[u] for u in members(live & ~stays)}:
                 if not self.graph.operations[operation].recomputable:
                     continue
                 touched = self.inputs[operation] | self.outputs[operation]
-                if live_bytes + self._bytes(touched & ~live) + self.own_bytes[operation] > room_bytes:
+                if live_bytes + self.bytes_of(touched & ~live) + self.own_bytes[operation] > room_bytes:
                     continue
                 earlier = live & ~self.outputs[operation] | self.inputs[operation]
                 if earlier not in seen:
@@ -173,14 +173,14 @@ class Making:
                     came[earlier] = (live, operation, -1)
                     missing = earlier & ~held
                     latest = max(map(self.producer.__getitem__, members(missing)), default=-1)
-                    near = self._bytes(missing)
+                    near = self.bytes_of(missing)
                     heapq.heappush(queue, ((latest, near) if latest_first else (near, latest), len(seen), earlier))
         return None
 
     def _last_made(self, live: int, held: int, room_bytes: int, *, deeply: bool) -> int:
         """Return a value of a set that can be made beside the rest, if that is there; or -1."""
         missing = live & ~held
-        free_bytes = room_bytes - self._bytes(live)
+        free_bytes = room_bytes - self.bytes_of(live)
         for u in sorted(members(missing), key=self.producer.__getitem__):
             own_bytes = free_bytes + self.sizes[u]
             if self.rooms[u] <= own_bytes or (deeply and self._can_be_made(u, live & ~(1 << u), own_bytes)):
@@ -192,7 +192,7 @@ class Making:
         if self.rooms[value] <= room_bytes:
             return True
         maker = self.producer[value]
-        own_bytes = self._bytes((self.inputs[maker] | self.outputs[maker]) & ~held) + self.own_bytes[maker]
+        own_bytes = self.bytes_of((self.inputs[maker] | self.outputs[maker]) & ~held) + self.own_bytes[maker]
         if own_bytes > room_bytes or not self.graph.operations[maker].recomputable:
             return False
         helps = held & self.can_help[maker]
@@ -200,15 +200,16 @@ class Making:
             return False
         too_little, enough = self.known.get((value, helps), (-1, _NEVER))
         if too_little < room_bytes < enough:
-            room = room_bytes + self._bytes(helps)
-            if self._way(helps | 1 << value, helps, helps, room, _LOOKS_FOR_A_VALUE, deeply=False) is None:
+            room = room_bytes + self.bytes_of(helps)
+            if self.way(helps | 1 << value, helps, helps, room, _LOOKS_FOR_A_VALUE, deeply=False) is None:
                 too_little = room_bytes
             else:
                 enough = room_bytes
             self.known[value, helps] = too_little, enough
         return enough <= room_bytes
 
-    def _bytes(self, live: int) -> int:
+    def bytes_of(self, live: int) -> int:
+        """Return what a set takes beside what is retained."""
         return sum(map(self.sizes.__getitem__, members(live)))
 
 
@@ -227,7 +228,7 @@ class _Runs:
             return
         making = self.making
         for held in (self.held, stays):  # what is held shortens the way, and may stand in it
-            steps = making._way(wanted, held, stays, self.room_bytes, _LOOKS_FOR_A_SET)
+            steps = making.way(wanted, held, stays, self.room_bytes, _LOOKS_FOR_A_SET)
             if steps is not None:
                 break
         else:
@@ -242,7 +243,7 @@ class _Runs:
     def run(self, operation: int, stays: int) -> None:
         making = self.making
         needed = stays | making.inputs[operation] | making.outputs[operation]
-        free_bytes = self.room_bytes - making.own_bytes[operation] - making._bytes(needed)
+        free_bytes = self.room_bytes - making.own_bytes[operation] - making.bytes_of(needed)
         if free_bytes < 0 or len(self.order) >= _RUNS_AT_MOST * len(making.inputs):
             raise _NoWay
         others = [(self._next_read(u), -making.sizes[u], u) for u in members(self.held & ~needed)]

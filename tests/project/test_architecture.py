@@ -51,7 +51,11 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 ONLY_IN = {
     "pulp": ("planner.solving.milp",),
     "highspy": ("planner.solving.milp",),
-    "networkx": ("planner.transforms.chunk_region", "planner.capture.dispatch_internals"),
+    "networkx": (
+        "planner.transforms.chunk_region",
+        "planner.capture.dispatch_internals",
+        "planner.solving.waiting_cut",
+    ),
     "rich": ("planner.report", "planner.commands._terminal"),
     "jinja2": ("planner.report",),
     "matplotlib": ("planner.report.curve_chart",),

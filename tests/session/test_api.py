@@ -229,8 +229,8 @@ def test_two_budgets_are_refused() -> None:
 
 def test_a_budget_below_the_floor_names_the_smallest_that_does() -> None:
     model = Model()
-    with pytest.raises(InfeasibleBudgetError, match="smallest budget known to be feasible") as caught:
-        planner.plan(model, data(), budget="1MB", time_limit_seconds=1.0, deterministic=True)
+    with pytest.raises(InfeasibleBudgetError, match=r"the smallest .*feasible.* is") as caught:
+        planner.plan(model, data(), budget="1MB", time_limit_seconds=1.0)
     enough = caught.value.minimum_feasible_peak_bytes
     assert planner.plan(model, data(), budget=enough, time_limit_seconds=1.0).peak_bytes <= enough
     planner.auto_wrap(model, budget="1MB", time_limit_seconds=1.0)
