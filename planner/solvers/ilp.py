@@ -45,8 +45,8 @@ _OVER, _CUTS_AT_ONCE = 2e-3, 6
 _MENDED = 1.3
 """Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
 
-_MENDED_SHARE, _FIRST_MENDED_SHARE = 0.05, 1.0
-"""Of the time, at most, for one schedule; and where there is no plan yet."""
+_MENDED_SHARE = 0.05
+"""Of the time, at most, for one schedule, unless this is all that looks for a first plan."""
 
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
@@ -79,12 +79,12 @@ class IlpSolver:
         of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020.
         """
         incumbent = Incumbent(problem)
-        self.prove(incumbent, effort=effort, progress=progress)
+        _StepCutSearch(incumbent, effort, progress or (lambda line: None), is_alone=True).run()
         return incumbent.solution()
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better a shared incumbent; an InfeasibleBudgetError says that there is no plan, and if that is proven."""
-        _StepCutSearch(incumbent, effort, progress or (lambda line: None)).run()
+        """Better an incumbent beside others; an InfeasibleBudgetError says that there is no plan, and if so by proof."""
+        _StepCutSearch(incumbent, effort, progress or (lambda line: None), is_alone=False).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,9 @@ class _Rows:
 class _StepCutSearch:
     """One solve: how it stands, and how much time is left."""
 
-    def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress) -> None:
+    def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress, *, is_alone: bool) -> None:
         self.incumbent = incumbent
+        self.is_alone = is_alone
         self.problem = incumbent.problem
         self.exact = merged(self.problem)
         self.posed = without_small(self.exact)
@@ -303,7 +304,8 @@ class _StepCutSearch:
 
     def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search, in a share of the time."""
-        clock = self.clock.part(_MENDED_SHARE if self.incumbent.schedule else _FIRST_MENDED_SHARE)
+        is_all = self.is_alone and self.incumbent.schedule is None
+        clock = self.clock if is_all else self.clock.part(_MENDED_SHARE)
         order, peak_bytes = lower_peak(self.problem, order, clock)
         if peak_bytes <= self.problem.budget_bytes:
             order = take_back(self.problem, order, clock)
