@@ -83,7 +83,7 @@ class IlpSolver:
         return incumbent.solution()
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better an incumbent beside others; an InfeasibleBudgetError says that there is no plan, and if so by proof."""
+        """Better an incumbent beside others; an InfeasibleBudgetError says that there is no plan, and if proven."""
         _StepCutSearch(incumbent, effort, progress or (lambda line: None), is_alone=False).run()
 
 
