@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cost_models.devices import available_cores
 from planner.common.atomic import check_writable, write_text
 from planner.errors import PlannerError, UsageError
 
@@ -48,7 +49,7 @@ def environment(name: str, arguments: Sequence[str]) -> Result:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": available_cores(),
         "load_average": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
     }
 

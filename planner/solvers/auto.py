@@ -33,8 +33,7 @@ _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
 """How long the integer programme runs without annealing: so long, but no more than this share of the time."""
 
 _MOST_BESIDE = 4
-"""Annealings beside the integer programme, where there are cores for them: two find in four seconds about what one
-finds in eight."""
+"""Annealings beside the integer programme, where there are cores for them."""
 
 
 class AutoSolver:

@@ -55,8 +55,8 @@ _LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _NODE_SECONDS_PER_ROW = 1e-5,
 """About what a relaxation takes for each row, and for each row and step, and where only little of it has changed; where
 work is counted."""
 
-_SHARES_SECONDS_PER_READ = 1.5e-7
-"""About what it takes to carry shares out, for each operation and value; where work is counted."""
+_SHARES_SECONDS_PER_VALUE = 1e-6
+"""About what it takes to carry shares out, for each value and cut; where work is counted."""
 
 _SMALL = 60
 """Up to so many operations, the optimum itself is looked for from the start."""
@@ -313,8 +313,7 @@ class _StepCutSearch:
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
         """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""
-        graph = self.posed.graph
-        self.clock.work(_SHARES_SECONDS_PER_READ * len(graph.operations) * len(graph.values))
+        self.clock.work(_SHARES_SECONDS_PER_VALUE * len(cuts) * len(self.posed.graph.values))
         most_bytes = (1.0 + _OVER) * self.problem.budget_bytes
         worst: list[tuple[float, int]] = []
         for stretch in bytes_between(self.posed, cuts, model, columns):

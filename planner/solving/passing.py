@@ -38,20 +38,20 @@ def passing_values(graph: TrainingGraph, apart: Collection[int] = ()) -> list[Pa
 
 def _passing(graph: TrainingGraph, value: int, apart: Collection[int]) -> Passing | None:
     operations, readers, maker = graph.operations, graph.readers[value], graph.producer[value]
-    if len(readers) != 1 or not _may_go(graph, value):
+    if len(readers) != 1 or not may_go(graph, value):
         return None
     runs = operations[maker], operations[readers[0]]
     if any(not run.recomputable or run.state_bytes for run in runs) or maker in apart or readers[0] in apart:
         return None
-    if any(u != value and _may_go(graph, u) for u in runs[1].inputs):
+    if any(u != value and may_go(graph, u) for u in runs[1].inputs):
         return None
-    results = [u for u in runs[1].outputs if _may_go(graph, u)]
+    results = [u for u in runs[1].outputs if may_go(graph, u)]
     if sum(graph.values[u].size_bytes for u in results) > graph.values[value].size_bytes:
         return None
-    together = all(u == value or not _may_go(graph, u) for u in runs[0].outputs)
+    together = all(u == value or not may_go(graph, u) for u in runs[0].outputs)
     return Passing(value, maker, readers[0], tuple(results), together)
 
 
-def _may_go(graph: TrainingGraph, value: int) -> bool:
-    """Say whether a value is held at a cut only if it is asked for."""
+def may_go(graph: TrainingGraph, value: int) -> bool:
+    """Say whether a value takes bytes that a plan need not hold: it is read again, and does not stay anyway."""
     return bool(graph.values[value].size_bytes and graph.readers[value]) and not graph.values[value].retained

@@ -2,7 +2,7 @@
 
 What one operation makes and the same others read is there at the same moments in every plan, so one value stands for
 all of it. And values of a few bytes, a batch norm's means in a network whose activations are images, make a
-programme half as large again and move its optimum by nothing to speak of.
+programme much larger and move its optimum by nothing to speak of.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.ir.problem import Problem
+from planner.solving.passing import may_go
 
 _SMALL_TOGETHER = 5e-4
 """Of the budget: what the values that are left out take, if all of them are there."""
@@ -49,7 +50,7 @@ def without_small(problem: Problem) -> Problem:
 
 def _that_may_go(problem: Problem) -> list[int]:
     graph = problem.graph
-    return [u for u, value in enumerate(graph.values) if value.size_bytes and graph.readers[u] and not value.retained]
+    return [u for u in range(len(graph.values)) if may_go(graph, u)]
 
 
 def _with_sizes(problem: Problem, sizes: Sequence[int]) -> Problem:
