@@ -1,7 +1,8 @@
 """How good are plans near the smallest budget? Models and random graphs at 1.00 to 1.5 times their lowest peak.
 
 First the lowest peak is looked for: what no plan goes below, and what a plan was found for. Of the second, budgets are
-multiples. For each: overhead, proven bound, the gap in points, and the seconds it took, of time and of the processor.
+multiples, and its plan is known from there on, as it is to ``plan`` once it has named that peak. For each: overhead,
+proven bound, the gap in points, and the seconds it took, of time and of the processor.
 Models are captured without memory, and costs are those of the roofline of the device, so that no number but seconds
 depends on the machine, beside what solvers come to in their time.
 
@@ -36,6 +37,7 @@ from planner.common.options import Target
 from planner.errors import InfeasibleBudgetError
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule
 from planner.measure.costing import operation_costs
 from planner.session.step import Options, lower_step
 from planner.solvers.auto import AutoSolver
@@ -226,15 +228,15 @@ class _Tape:
         return u
 
 
-def floor_of(name: str, step: Costed, limits: SolveLimits) -> Result:
-    """Look for the lowest peak from both sides."""
+def floor_of(name: str, step: Costed, limits: SolveLimits) -> tuple[Result, Schedule]:
+    """Look for the lowest peak from both sides; give its plan, too."""
     graph, costs = step
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
     started, processor = time.perf_counter(), time.process_time()
     proven_bytes = proven_lowest(problem)
     lowest = AutoSolver().lowest(replace(problem, budget_bytes=proven_bytes), effort=limits)
     reached_bytes = problem.evaluate(lowest).peak_bytes
-    return {
+    floor = {
         "case": name,
         "operations": len(graph.operations),
         "peak_bytes": problem.baseline.peak_bytes,
@@ -244,17 +246,18 @@ def floor_of(name: str, step: Costed, limits: SolveLimits) -> Result:
         "seconds": time.perf_counter() - started,
         "processor_seconds": time.process_time() - processor,
     }
+    return floor, lowest
 
 
-def planned(floor: Result, step: Costed, factor: float, limits: SolveLimits) -> Result:
-    """Plan for a multiple of the lowest peak that was reached."""
+def planned(floor: Result, lowest: Schedule, step: Costed, factor: float, limits: SolveLimits) -> Result:
+    """Plan for a multiple of the lowest peak that was reached; its plan is known, unless seconds do not count."""
     graph, costs = step
     problem = Problem(graph=graph, costs=costs, budget_bytes=int(factor * floor["reached_bytes"]))
     row: Result = {"case": floor["case"], "factor": factor, "budget_bytes": problem.budget_bytes}
     started, processor = time.perf_counter(), time.process_time()
     found: Solution | None = None
     with suppress(InfeasibleBudgetError):
-        found = solvers.solved(problem, AutoSolver.name, effort=limits)
+        found = solvers.solved(problem, AutoSolver(None if limits.deterministic else lowest), effort=limits)
     row["seconds"], row["processor_seconds"] = time.perf_counter() - started, time.process_time() - processor
     if found is None:
         return {**row, "overhead": None, "bound": None, "gap_points": None}
@@ -292,11 +295,11 @@ def main(arguments: Sequence[str]) -> int:
         if name in done:
             continue
         step = costed(name, args.device)
-        floor = floor_of(name, step, limits)
+        floor, lowest = floor_of(name, step, limits)
         common.progress(" | ".join(map(str, _floor_cells(floor))))
         rows = []
         for factor in args.factors:
-            rows.append(planned(floor, step, factor, limits))
+            rows.append(planned(floor, lowest, step, factor, limits))
             common.progress("  " + " | ".join(map(str, _cells(rows[-1]))))
         result["floors"].append(floor)
         result["rows"] += rows
@@ -343,7 +346,8 @@ def _markdown(result: Result) -> str:
     return common.page(
         "Tight budgets",
         result,
-        "Budgets are multiples of the lowest peak that was reached; peaks are above what is resident. Overhead is the "
+        "Budgets are multiples of the lowest peak that was reached, whose plan is known from there on, as it is to "
+        "`plan` once it has named that peak; peaks are above what is resident. Overhead is the "
         "time of recomputation over the step without any. Seconds *of processor* are what all threads got: less than "
         "the time that passed where others use the machine, more where both threads of a solve had a core each.",
         f"Gaps of at most {GOAL_POINTS:g} points at {NEAR:g} and above: {kept(far)}; of at most "

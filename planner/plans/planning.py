@@ -134,33 +134,31 @@ def _solved(problem: Problem, search: Search) -> Solution:
     key = solution_cache.key_of(problem, search.solver, search)
     found = solution_cache.find(problem, key)
     if found is None:
-        try:
-            found = solved(problem, search.solver, effort=search, progress=search.progress)
-        except InfeasibleBudgetError as error:
-            found = _from_lowest_known(problem, search, error)
+        found = _searched(problem, search)
         solution_cache.keep(key, found)
     return found
 
 
-def _from_lowest_known(problem: Problem, search: Search, error: InfeasibleBudgetError) -> Solution:
-    """Go on from the lowest plan that was ever found for the step; raise the error if that does not fit either.
+def _searched(problem: Problem, search: Search) -> Solution:
+    """Search for a solution; the lowest plan that was ever found for the step is one, where it keeps the budget.
 
     Without it a budget that one search found feasible could be refused by the next.
     """
     known = _lowest_known(problem, search)
-    candidates = [schedule for schedule in (known, error.lowest) if schedule is not None]
-    if search.deterministic or not lowest_known.applies_to(problem) or not candidates:
-        raise error
-    lowest = min(candidates, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
-    if lowest is not known:
-        lowest_known.keep(problem, lowest)
-    incumbent = Incumbent(problem)
-    incumbent.raise_bound(error.lower_bound_seconds)
-    fits = incumbent.update(lowest, AutoSolver.name)
-    if not fits or search.solver != AutoSolver.name:
+    solver = AutoSolver(known) if search.solver == AutoSolver.name else search.solver
+    try:
+        return solved(problem, solver, effort=search, progress=search.progress)
+    except InfeasibleBudgetError as error:
+        seen = [schedule for schedule in (known, error.lowest) if schedule is not None]
+        if search.deterministic or not lowest_known.applies_to(problem) or not seen:
+            raise
+        incumbent = Incumbent(problem)
+        incumbent.raise_bound(error.lower_bound_seconds)
+        for schedule in seen:
+            incumbent.see(schedule)
+        if incumbent.lowest is not known:
+            lowest_known.keep(problem, incumbent.lowest)
         raise incumbent.infeasible(proven=error.is_proven) from error
-    AutoSolver().improve(incumbent, effort=search, progress=search.progress)
-    return incumbent.solution()
 
 
 def make_problem(

@@ -71,15 +71,15 @@ def check_for_regions(*chosen: str) -> None:
         )
 
 
-def _solver_for(problem: Problem, name: str) -> Solver:
-    """Return the solver of that name, or the one of problems that have regions, if it can do what the problem asks."""
-    chosen = get(name)
+def _solver_for(problem: Problem, solver: str | Solver) -> Solver:
+    """Return the solver that is asked for, or that of problems with regions, if it can do what the problem asks."""
+    chosen = get(solver) if isinstance(solver, str) else solver
     if problem.regions is not None:
-        check_for_regions(name)
+        check_for_regions(chosen.name)
         return next(solver for solver in _solvers().values() if _chooses_regions(solver))
     if problem.host is not None and not chosen.offloads:
         able = ", ".join(repr(name) for name in names() if get(name).offloads)
-        raise UsageError(f"solver {name!r} does not offload; those that do are {able}")
+        raise UsageError(f"solver {chosen.name!r} does not offload; those that do are {able}")
     return chosen
 
 
@@ -151,8 +151,10 @@ def solve(
     return solved(problem, solver, effort=effort, progress=progress)
 
 
-def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-    """Solve a problem within limits that are at hand; see :func:`solve`."""
+def solved(
+    problem: Problem, solver: str | Solver, *, effort: SolveLimits, progress: Progress | None = None
+) -> Solution:
+    """Solve a problem within limits that are at hand, by a solver or what it is called; see :func:`solve`."""
     chosen = _solver_for(problem, solver)
     started = time.perf_counter()
     if problem.regions is not None:  # what recomputes or keeps anything else is no plan there

@@ -37,17 +37,22 @@ _MOST_BESIDE = 4
 
 
 class AutoSolver:
-    """Whatever does best on this problem."""
+    """Whatever does best on this problem; a low plan that is ``known`` is taken where no cheaper one is found."""
 
     name = "auto"
     summary = "keep everything if it fits, else the best of the other solvers"
     proves_bound = True
     offloads = True
 
+    def __init__(self, known: Schedule | None = None) -> None:
+        self.known = known
+
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
         tell = progress or (lambda line: None)
         incumbent = Incumbent(problem, lambda line: tell(f"auto: {line}"))
+        if self.known is not None:
+            incumbent.see(self.known)
         self.improve(incumbent, effort=effort, progress=tell)
         return incumbent.solution()
 
@@ -68,7 +73,8 @@ class AutoSolver:
             race.descend()
             raise incumbent.infeasible(proven=True) from None
         if incumbent.schedule is None:
-            incumbent.update(lowest_schedule(problem), self.name)
+            incumbent.see(lowest_schedule(problem))
+            incumbent.take_lowest(self.name)
         if incumbent.schedule is None:
             raise incumbent.infeasible()
 

@@ -30,7 +30,7 @@ from planner.ir.schedule import Schedule
 from planner.solving.descent import descended
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
-from planner.solving.rerun_set import RerunSet
+from planner.solving.rerun_set import RerunSet, slots_needed
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs
@@ -128,6 +128,8 @@ class SearchSolver:
         clock = effort.clock()
 
         def look_lower() -> None:
+            if incumbent.take_lowest(self.name):
+                return
             if population.number == 1:
                 self.begin_low(incumbent, _QUICK_SHARE * clock.left())
             before = None
@@ -235,6 +237,8 @@ class _Population:
         self.members: list[_Member] = []
         self.far_seconds = _FAR * problem.baseline.seconds
         self.number = self.stale = 0
+        self.is_hard = False
+        """Whether the last round from nothing found no plan."""
         self.begun_seconds = 0.0
         """Time that was left when the population began."""
 
@@ -252,6 +256,8 @@ class _Population:
             start, top = self.next_start(incumbent, clock)
             length = int(moves_each * (_CROSSED if start else 1.0)) * count
             moves += self.cool(start, top, length, clock, is_over)
+            if not start:
+                self.is_hard = math.isinf(self.state.real[self.kernels.BEST])
             self.take_in(incumbent)
             if self.stale > _STALE and self.members:
                 self.members, self.stale, self.begun_seconds = [min(self.members)], 0, clock.left()
@@ -268,7 +274,7 @@ class _Population:
         members, warm = self.members, float(_WARM * (_WARMER / _WARM) ** self.random.random())
         early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
         if len(members) < 2 or (early and len(members) < _MANY):
-            is_near = incumbent.is_closed(self.far_seconds) or not early
+            is_near = incumbent.is_closed(self.far_seconds) or not early or self.is_hard
             if members and is_near and (self.number + 1) % _FROM_NOTHING:
                 return min(members).keys, _WARM if self.number == 0 else warm
             return (), _HOT
@@ -302,8 +308,18 @@ class _Population:
         """Take in a plan of others that is better than all members."""
         best = min(self.members).cost * self.reruns.unit_seconds if self.members else math.inf
         if incumbent.schedule is not None and incumbent.added_seconds < best * (1 - 1e-9):
+            if not self.reruns.can_be(incumbent.schedule, self.problem.budget_bytes):
+                self.widen(slots_needed(incumbent.schedule))
             keys = tuple(self.reruns.keys_of(incumbent.schedule))
             self.enter(_Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
+
+    def widen(self, slots: int) -> None:
+        """Give each operation so many slots."""
+        narrow = self.reruns
+        self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=slots)
+        self.kernels, self.state = self.reruns.kernels, self.reruns.state
+        wider = (self.reruns.keys_of(narrow.schedule(member.keys)) for member in self.members)
+        self.members = [_Member(each.cost, tuple(keys)) for each, keys in zip(self.members, wider, strict=True)]
 
     def take_in(self, incumbent: Incumbent) -> None:
         """Take in the best set of a round, if it found one, and offer it.

@@ -30,7 +30,7 @@ _unsigned: Any = int if numba is None else numba.uintp
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Array = Any  # of numpy, which comes with numba
 
-COPIES_AT_MOST = 48
+COPIES_AT_MOST = 96
 """How often one operation may run."""
 CHANGES_AT_MOST = 400
 """How many reruns one move may add and remove."""

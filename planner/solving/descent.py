@@ -13,7 +13,7 @@ from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving.mending import mended
-from planner.solving.rerun_set import SLOTS, RerunSet
+from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 
 _STEP = 2e-3
 """By so much of itself a budget that was kept is lowered."""
@@ -23,6 +23,9 @@ _TEMPERATURE, _WEIGHT, _PACE = 0.03, 10.0, 1e-3
 
 _SLOTS = (1, SLOTS)
 """Slots of each operation: at first what runs again goes in base order, where less is to be tried."""
+
+_LOST = 0.05
+"""By so much of itself a peak may rise for want of slots: with fewer there is less to be tried."""
 
 _LEAST_MOVES_AT_ONCE = 2_000
 """Between two looks whether patience is at its end."""
@@ -52,13 +55,22 @@ def descended(
         found = schedule
         for slots in _SLOTS:
             if problem.evaluate(found).peak_bytes > least_bytes:
-                found = _descended(RerunSet(problem, seed, slots=slots), found, clock, least_bytes, is_over)
+                reruns = _reruns(problem, seed, found, slots)
+                found = _descended(reruns, found, clock, least_bytes, is_over)
         found = mended(problem, found, clock, least_bytes, is_over)
         if problem.evaluate(found).peak_bytes < lowest_bytes:
             lowest, lowest_bytes = found, problem.evaluate(found).peak_bytes
         if lowest_bytes <= least_bytes or clock.left() <= 0 or is_over():
             break
     return lowest
+
+
+def _reruns(problem: Problem, seed: int, schedule: Schedule, slots: int) -> RerunSet:
+    """Lay a problem out with so many slots, or with all that a schedule needs where fewer do not come near its peak."""
+    reruns = RerunSet(problem, seed, slots=slots)
+    if reruns.can_be(schedule, (1 + _LOST) * problem.evaluate(schedule).peak_bytes):
+        return reruns
+    return RerunSet(problem, seed, slots=max(slots, slots_needed(schedule)))
 
 
 def _descended(

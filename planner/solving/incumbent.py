@@ -10,6 +10,7 @@ from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
+from planner.ir.simulator import Evaluation
 
 _WORTH_TELLING = 1e-3
 """Change of plan or bound, as a share of the step, that people are told of."""
@@ -48,12 +49,21 @@ class Incumbent:
         fits = evaluation.peak_bytes <= self.problem.budget_bytes
         with self._lock:
             best = self.evaluation
-            if evaluation.peak_bytes < self._lowest_evaluation.peak_bytes:
-                self.lowest, self._lowest_evaluation = schedule, evaluation
+            self._see(schedule, evaluation)
             if fits and (evaluation.added_seconds, evaluation.peak_bytes) < (best.added_seconds, best.peak_bytes):
                 self.schedule, self.solver, self.evaluation = schedule, solver, evaluation
                 self._tell()
         return fits
+
+    def see(self, schedule: Schedule) -> None:
+        """Know of a plan without taking it; what it costs is no matter yet."""
+        evaluation = self.problem.evaluate(schedule)
+        with self._lock:
+            self._see(schedule, evaluation)
+
+    def take_lowest(self, solver: str) -> bool:
+        """Take the plan of the lowest peak that was seen, where there is no other, and say whether that is one."""
+        return self.schedule is None and self.update(self.lowest, solver)
 
     def raise_bound(self, lower_bound_seconds: float) -> None:
         """Take a proven bound."""
@@ -66,6 +76,10 @@ class Incumbent:
         """Say whether plan and bound are so near each other, or equal to the simulator's resolution."""
         slack = self.added_seconds - self.lower_bound_seconds
         return self.schedule is not None and slack <= max(gap_seconds, 1e-9 * self.added_seconds)
+
+    def _see(self, schedule: Schedule, evaluation: Evaluation) -> None:
+        if evaluation.peak_bytes < self._lowest_evaluation.peak_bytes:
+            self.lowest, self._lowest_evaluation = schedule, evaluation
 
     def _tell(self) -> None:
         if self.clock is not None:

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterable
 from importlib import import_module
+from operator import ge
 from typing import Any
 
 from planner.ir.problem import Problem
@@ -18,7 +19,14 @@ _SECONDS_AT_ONCE = 0.1
 """About how long kernels run: after that they must wait for other threads, which then have the interpreter."""
 
 SLOTS = 4
-"""Slots of each operation: how often what runs again before it may go back in base order, and one."""
+"""Slots of each operation, unless more are needed: how often what runs again before it may go back in base order, and
+one."""
+
+
+def slots_needed(schedule: Schedule) -> int:
+    """Return how many slots each operation needs for the order of what runs again in a schedule. O(runs)."""
+    backwards = (sum(map(ge, runs, runs[1:])) for runs in schedule.recomputations().values())
+    return 1 + max(backwards, default=0)
 
 
 class RerunSet:
@@ -29,7 +37,7 @@ class RerunSet:
 
         np: Any = import_module("numpy")
         self.problem = problem = merged(problem)
-        self.kernels = kernels
+        self.kernels, self.slots = kernels, slots
         self.random = random.Random(seed)
         graph, costs = problem.graph, problem.costs
         count = len(graph.operations)
@@ -74,7 +82,7 @@ class RerunSet:
     def reset(self, keys: Iterable[int]) -> None:
         """Make the set of reruns exactly these."""
         state, kernels, problem = self.state, self.kernels, self.problem
-        graph, slots = problem.graph, int(self.state.whole[self.kernels.SLOTS])
+        graph, slots = problem.graph, self.slots
         count = len(graph.operations)
         timeline = problem.baseline.timeline_bytes
         own = [slots * index + slots - 1 for index in range(count)]
@@ -94,11 +102,11 @@ class RerunSet:
         kernels.add_all(self.tables, state, import_module("numpy").array(sorted(set(keys)), dtype="int64"))
 
     def keys_of(self, schedule: Schedule) -> list[int]:
-        """Return the set of reruns of a schedule; where its order of what runs again needs too many slots, in another.
+        """Return the set of reruns of a schedule; some are lost if it needs more slots: see :func:`slots_needed`.
 
         What rises in base order shares a slot.
         """
-        slots, count = int(self.state.whole[self.kernels.SLOTS]), len(self.problem.graph.operations)
+        slots, count = self.slots, len(self.problem.graph.operations)
         keys: set[int] = set()
         for operation, runs in schedule.recomputations().items():
             slot, before = slots * operation + slots - 1, count
@@ -111,11 +119,15 @@ class RerunSet:
 
     def schedule(self, keys: Iterable[int]) -> Schedule:
         """Write a set of reruns as a schedule."""
-        count, slots = len(self.problem.graph.operations), int(self.state.whole[self.kernels.SLOTS])
+        count, slots = len(self.problem.graph.operations), self.slots
         before: dict[int, list[int]] = {}
         for key in sorted(keys):
             before.setdefault(int(key) // count // slots, []).append(int(key) % count)
         return Schedule.with_recomputations(self.problem.graph, before)
+
+    def can_be(self, schedule: Schedule, most_bytes: float) -> bool:
+        """Say whether what becomes of a schedule here takes no more than so much."""
+        return self.problem.evaluate(self.schedule(self.keys_of(schedule))).peak_bytes <= most_bytes
 
     def best(self) -> Any:
         """Return the keys of the cheapest set within the budget that the moves have come by."""

@@ -24,7 +24,7 @@ from planner.solvers import search
 from planner.solvers.search import SOLVER
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
-from planner.solving.rerun_set import RerunSet
+from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 from tests import oracle
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -145,6 +145,34 @@ def test_what_runs_again_before_one_operation_need_not_go_in_base_order(pace: Ca
         assert found.recompute_seconds == 3.0
 
 
+def test_any_schedule_can_be_loaded_with_slots_enough(pace: Callable[[int], int]) -> None:
+    for seed in range(pace(60)):
+        rng = random.Random(seed)
+        problem = at(oracle.random_graph(seed, operations=10), 0.7)
+        free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable]
+        before = {index: rng.choices([o for o in free if o < index] or [0], k=rng.randrange(12)) for index in (6, 9)}
+        schedule = Schedule.with_recomputations(problem.graph, before if free and free[0] < 6 else {})
+        annealing = RerunSet(problem, seed, slots=slots_needed(schedule))
+        annealing.reset(annealing.keys_of(schedule))
+        assert annealing.schedule(reruns(annealing)) == schedule
+        assert_agrees_with_the_simulator(annealing)
+
+
+def dear_first(pairs: int = 6) -> Problem:
+    """Pose a problem whose plans make pairs of operations again from the last to the first, what is large before it."""
+    operations, values = list[Operation](), list[Value]()
+    for number in range(pairs):
+        for inputs, size_bytes in (((), 10 + number), ((2 * number,), 1)):
+            u = len(values)
+            operations.append(Operation(name=f"o{u}", key=f"o{u}", target="", inputs=inputs, outputs=(u,)))
+            values.append(Value(name=f"v{u}", size_bytes=size_bytes))
+    reads = tuple(range(1, 2 * pairs, 2))
+    operations.append(Operation(name="end", key="end", target="", inputs=reads, outputs=(len(values),)))
+    values.append(Value(name="end", size_bytes=1))
+    graph = TrainingGraph(operations=tuple(operations), values=tuple(values))
+    return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(operations), budget_bytes=10 + pairs)
+
+
 # ----------------------------------------------------------------------------- the solver
 
 
@@ -183,6 +211,28 @@ def test_a_plan_to_start_from_is_never_made_worse() -> None:
     assert better.recompute_seconds < incumbent.recompute_seconds
     same = improved(problem, better.schedule, bound=better.recompute_seconds)
     assert same.schedule == better.schedule
+
+
+@needs_numba
+def test_it_goes_on_from_a_plan_whose_order_needs_more_slots() -> None:
+    problem = dear_first()
+    known = Schedule((*range(12), 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1, 12))
+    assert slots_needed(known) == 6 > SLOTS
+    assert problem.evaluate(known).peak_bytes <= problem.budget_bytes
+    assert improved(problem, known, seconds=1.0).recompute_seconds == 10.0
+
+
+@needs_numba
+def test_plans_that_are_there_stay_what_they_are_where_one_needs_more_slots() -> None:
+    problem = dear_first()
+    population = search._Population(problem, seed=0)
+    one = Schedule((*range(12), 8, 9, 2, 3, 12))
+    population.enter(search._Member(99.0, tuple(population.reruns.keys_of(one))))
+    incumbent = Incumbent(problem)
+    other = Schedule((*range(12), 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1, 12))
+    assert incumbent.update(other, "known")
+    population.adopt(incumbent)
+    assert [population.reruns.schedule(member.keys) for member in population.members] == [one, other]
 
 
 @needs_numba

@@ -10,6 +10,7 @@ import pytest
 from planner.common import cache_folder
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule
 from planner.plans import planning
 from planner.plans.plan import NoPlanFitsError
 from planner.solving import lowest_known
@@ -45,16 +46,17 @@ def test_what_is_known_does_not_depend_on_the_budget_or_on_seconds() -> None:
     assert lowest_known.find(replace(PROBLEM, costs=larger)) is None
 
 
-@pytest.mark.usefixtures("_solvers_find_nothing")
-def test_a_budget_that_was_once_feasible_is_kept_where_no_solver_finds_a_plan() -> None:
+def test_a_budget_that_was_once_feasible_is_kept_where_no_search_finds_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.solvers.auto._Race.run", lambda race: None)
+    monkeypatch.setattr("planner.solvers.auto.lowest_schedule", lambda problem: Schedule.keep_all(problem.graph))
     budget = LOWEST.found_peak_bytes + GRAPH.total_static_bytes
     with pytest.raises(NoPlanFitsError):
-        make_plan(GRAPH, COSTS, budget=budget)
+        make_plan(GRAPH, COSTS, budget=budget, time_limit_seconds=0.5)
     lowest_known.keep(PROBLEM, LOWEST.schedule)
     plan = make_plan(GRAPH, COSTS, budget=budget, time_limit_seconds=0.5)
     assert plan.peak_bytes <= budget
     with pytest.raises(NoPlanFitsError):
-        make_plan(GRAPH, COSTS, budget=budget, deterministic=True)
+        make_plan(GRAPH, COSTS, budget=budget, time_limit_seconds=0.5, deterministic=True)
 
 
 @pytest.mark.usefixtures("_solvers_find_nothing")
