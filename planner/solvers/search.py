@@ -2,9 +2,10 @@
 
 It proves nothing. Some plans are found from nothing, going from hot to cold. What runs again
 before one moment of the step, and how, hardly depends on what does long after it: so two plans are
-put together, the one until some moment, the other from there on, and what comes of it is annealed,
-barely warm; the better ones stay. The moves and the exact bytes after each are in
-``solving.annealing``, compiled by numba, which is loaded when a search starts and not before.
+put together, the one until some moment, the other from there on, or one of many layers is copied to
+others; what comes of it is annealed, barely warm, and the better ones stay. The moves and the exact
+bytes after each are in ``solving.annealing``, compiled by numba, which is loaded when a search
+starts and not before.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from planner.ir.schedule import Schedule
 from planner.solving.descent import descended
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
+from planner.solving.repeats import Repeats
 from planner.solving.rerun_set import RerunSet, slots_needed
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
@@ -54,6 +56,9 @@ after which all but the best leave."""
 
 _FROM_NOTHING = 4
 """Beside a plan that is near the bound, one of so many rounds starts from nothing all the same."""
+
+_COPIED = 0.2
+"""How often a round starts from a plan in which one repeated layer is copied to others."""
 
 _ONE_PLACE = 0.7
 """How often two plans change from one to the other only once."""
@@ -234,6 +239,7 @@ class _Population:
         self.problem = problem
         self.reruns = RerunSet(problem, seed)
         self.kernels, self.state, self.random = self.reruns.kernels, self.reruns.state, self.reruns.random
+        self.repeats = Repeats(self.reruns.problem)
         self.members: list[_Member] = []
         self.far_seconds = _FAR * problem.baseline.seconds
         self.number = self.stale = 0
@@ -268,10 +274,15 @@ class _Population:
     def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:
         """Give the keys that a round starts from, and its first temperature.
 
-        Until there are many, or for a share of the time, it starts from nothing, or mostly from the best where that is
-        near the bound: plans of another kind are then none to look for. After that two are crossed.
+        Now and then that is a plan with one layer copied to others. Until there are many, or for a share of the time,
+        it starts from nothing, or mostly from the best where that is near the bound, or from nothing none is found:
+        plans of another kind are then none to look for. After that two are crossed.
         """
         members, warm = self.members, float(_WARM * (_WARMER / _WARM) ** self.random.random())
+        if members and self.number and self.random.random() < _COPIED:
+            copy = self.copied(self.random.choice([min(members), self.random.choice(members)]))
+            if copy is not None:
+                return copy, warm
         early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
         if len(members) < 2 or (early and len(members) < _MANY):
             is_near = incumbent.is_closed(self.far_seconds) or not early or self.is_hard
@@ -289,6 +300,29 @@ class _Population:
         start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
         inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
         return [*one.keys[:start], *inner, *one.keys[end:]]
+
+    def copied(self, member: _Member) -> list[int] | None:
+        """Copy what is made again in a repeated layer to some others of its stretch; None if there are none."""
+        count, slots = len(self.state.count), self.reruns.slots
+        places = [key // count // slots for key in member.keys]
+        inside = [stretch for place in places if (stretch := self.repeats.stretch_of(place))]
+        if not inside:
+            return None
+        stretch = self.random.choice(inside)
+        period, length = stretch.period, stretch.end - stretch.first
+        offset = self.random.randrange(min(period, length - 2 * period + 1))
+        layers = range(stretch.first + offset, stretch.end - period + 1, period)
+        source = self.random.choice(layers)
+        low, high = sorted(self.random.choices(layers, k=2))
+        pattern = [key for key, place in zip(member.keys, places, strict=True) if source <= place < source + period]
+        found = {key for key, place in zip(member.keys, places, strict=True) if not low <= place < high + period}
+        for layer in range(low, high + 1, period):
+            for key in pattern:
+                again = self.repeats.made_for(key % count, stretch, (layer - source) // period)
+                slot = key // count + slots * (layer - source)
+                if again is not None and slots * again < slot:
+                    found.add(slot * count + again)
+        return sorted(found)
 
     def cool(self, start: Sequence[int], top: float, moves: int, clock: Clock, is_over: Callable[[], bool]) -> int:
         """Anneal from a set of reruns; give how many moves that took."""
