@@ -320,7 +320,7 @@ class _Population:
             for key in pattern:
                 again = self.repeats.made_for(key % count, stretch, (layer - source) // period)
                 slot = key // count + slots * (layer - source)
-                if again is not None and slots * again < slot:
+                if again is not None and again < slot // slots:
                     found.add(slot * count + again)
         return sorted(found)
 

@@ -1,8 +1,8 @@
 """The plan of the lowest peak, whatever it costs: annealing under a budget that is lowered each time that it is kept.
 
-Some come down at once, others are long stuck: so several begin side by side, and the better half goes on for twice as
-long, until one is left. Where that gets no lower, what waits over the highest moment is made again: see
-:mod:`planner.solving.mending`. It proves nothing; :mod:`planner.solving.peak_proof` says what no plan goes below.
+Some come down at once, others are stuck on the way: so several begin, and one goes on from the best. Then what waits
+over the highest moment is made again: see :mod:`planner.solving.mending`. It proves nothing;
+:mod:`planner.solving.peak_proof` says what no plan goes below.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 _STEP = 2e-3
 """By so much of itself a budget that was kept is lowered."""
 
-_SLOTS, _LAST_SLOTS = (1, SLOTS), SLOTS
-"""Slots of each operation, of those that begin side by side, and of one that goes on where the best of them ended. With
-one slot what runs again goes in base order, and less is to be tried."""
+_KINDS = ((1, 0.03), (SLOTS, 0.3))
+"""Slots of each operation, and temperature in mean costs of one, of those that begin side by side. With one slot what
+runs again goes in base order, and less is to be tried; where it is hotter, fewer are stuck, but more runs again for
+nothing, and mending finds less."""
 
-_TEMPERATURE, _WEIGHT, _PACE = 0.03, 10.0, 1e-3
-"""In mean costs of an operation; what a byte over the budget costs to begin with, and how fast that price moves. Where
-it is hotter, more runs again for nothing, and mending finds less."""
+_LAST = (SLOTS, 0.03)
+"""The same, of one that goes on where the best of those ended: the first of those that are alike."""
+
+_LAST_SHARE = 0.7
+"""Share of what is left of the time that it has: where those do not end alike, more may help than mending."""
+
+_WEIGHT, _PACE = 10.0, 1e-3
+"""What a byte over the budget costs to begin with, in mean costs of an operation, and how fast that price moves."""
+
+_TIMES, _ALIKE = 2, 2e-3
+"""How often some begin side by side at most; where they end so near each other, others would end there, too."""
 
 _LOST = 0.05
 """By so much of itself a peak may rise for want of slots."""
@@ -36,11 +45,14 @@ _LEAST_MOVES_AT_ONCE = 2_000
 _PATIENCE_MOVES, _PATIENCE_SHARE = 150, 0.5
 """It is over after so many moves for each operation, and this share of all that were made, to no avail."""
 
+_STILL = 0.25
+"""Where something lower was found within this share of all moves, it goes on beyond its time."""
+
 _STARTS = 3
 """How often all begins anew, with other random moves, where the least there can be is not reached."""
 
 _ANNEALING_SHARE = 0.5
-"""Share of what is left of the time that annealing takes at most before mending, if it gets no lower."""
+"""Share of what is left of the time that annealing has before mending, where all end alike."""
 
 
 def descended(
@@ -57,70 +69,70 @@ def descended(
     for start in range(limits.seed, limits.seed + _STARTS):
         if lowest_bytes <= least_bytes or clock.left() <= 0 or is_over():
             break
-        found = _raced(problem, schedule, start, clock, is_over)
-        found = mended(problem, found, clock, least_bytes, is_over)
-        if problem.evaluate(found).peak_bytes < lowest_bytes:
-            lowest, lowest_bytes = found, problem.evaluate(found).peak_bytes
+        for found in _raced(problem, schedule, start, clock, is_over):
+            found = mended(problem, found, clock, least_bytes, is_over)
+            if problem.evaluate(found).peak_bytes < lowest_bytes:
+                lowest, lowest_bytes = found, problem.evaluate(found).peak_bytes
+            if lowest_bytes <= least_bytes:
+                break
     return lowest
 
 
-def _raced(problem: Problem, schedule: Schedule, start: int, clock: Clock, is_over: Callable[[], bool]) -> Schedule:
-    """Begin several descents, and go on with the better half of them until one is left, and from there on anew."""
-    seeds = enumerate(_SLOTS, start * len(_SLOTS))
-    going = [_Descent(problem, schedule, seed, slots) for seed, slots in seeds]
-    seconds = _ANNEALING_SHARE * max(clock.left(), 0.0) / (2 + math.log2(len(going)))
-    while going:
-        for each in going:
-            each.go_on(clock, seconds / len(going), is_over)
-            if each.is_at_least:
-                return each.found
-        going.sort(key=lambda each: each.lowest_bytes)
-        best, going = going[0], going[: len(going) // 2]
-    last = _Descent(problem, best.found, start, _LAST_SLOTS)
-    last.go_on(clock, seconds, is_over)
-    return last.found
+def _raced(
+    problem: Problem, schedule: Schedule, start: int, clock: Clock, is_over: Callable[[], bool]
+) -> list[Schedule]:
+    """Begin descents side by side, go on from the best, and return where that ends; and they, if all end alike."""
+    seconds = _ANNEALING_SHARE * max(clock.left(), 0.0) / (_TIMES + 1)
+    ended: list[tuple[int, Schedule]] = []
+    alike: list[Schedule] = []
+    for times in range(start * _TIMES, (start + 1) * _TIMES):
+        for seed, kind in enumerate(_KINDS, times * len(_KINDS)):
+            found = _annealed(problem, schedule, seed, kind, clock, seconds / len(_KINDS), is_over)
+            ended.append((problem.evaluate(found).peak_bytes, found))
+            if ended[-1][0] <= problem.budget_bytes:
+                return [found]
+        last = ended[-len(_KINDS) :]
+        peaks = [peak_bytes for peak_bytes, _ in last]
+        if max(peaks) <= (1 + _ALIKE) * min(peaks):
+            alike = [found for _, found in last]
+            break
+    least_bytes = min(peak_bytes for peak_bytes, _ in ended)
+    best = next(found for peak_bytes, found in ended if peak_bytes <= (1 + _ALIKE) * least_bytes)
+    seconds = seconds if alike else _LAST_SHARE * clock.left()
+    return [_annealed(problem, best, start, _LAST, clock, seconds, is_over), *alike]
 
 
-class _Descent:
-    """Annealing from a schedule downwards, which can go on where it stopped."""
-
-    def __init__(self, problem: Problem, schedule: Schedule, seed: int, slots: int) -> None:
-        self.problem = problem
-        self.found, self.lowest_bytes = schedule, problem.evaluate(schedule).peak_bytes
-        """The lowest so far."""
-        self.moves = self.moves_found = 0
-        """All, and when the lowest was found."""
-        self.reruns = reruns = RerunSet(problem, seed, slots=slots)
-        if not reruns.can_be(schedule, (1 + _LOST) * self.lowest_bytes):
-            self.reruns = reruns = RerunSet(problem, seed, slots=max(slots, slots_needed(schedule)))
-        reruns.reset(reruns.keys_of(schedule))
-        reruns.state.real[reruns.kernels.WEIGHT] = _WEIGHT
-        reruns.kernels.allow(reruns.state, max(problem.budget_bytes, self.lowest_bytes - 1))
-
-    @property
-    def is_at_least(self) -> bool:
-        """Whether it is down at the budget of the problem."""
-        return self.lowest_bytes <= self.problem.budget_bytes
-
-    def go_on(self, clock: Clock, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Anneal for so long, or longer where it gets lower; until nothing lower was found for long, or time is up."""
-        until = clock.left() - seconds
-        reruns, least_bytes = self.reruns, self.problem.budget_bytes
-        patience_moves = _PATIENCE_MOVES * len(self.problem.graph.operations)
-        at_once = min(reruns.moves_at_once, max(patience_moves // 4, _LEAST_MOVES_AT_ONCE))
-        moves_before = self.moves_found
-        while clock.left() > 0 and not is_over() and not self.is_at_least:
-            in_time = clock.left() > until or self.moves - self.moves_found < 2 * at_once
-            if not in_time or self.moves - self.moves_found >= patience_moves + _PATIENCE_SHARE * self.moves:
-                break
-            found = reruns.kernels.descend(
-                reruns.tables, reruns.state, at_once, _TEMPERATURE, _PACE, _STEP, least_bytes
-            )
-            clock.work(at_once * reruns.move_seconds)
-            self.moves_found = self.moves + found if found else self.moves_found
-            self.moves += at_once
-            if reruns.state.real[reruns.kernels.BEST] < math.inf:  # the least there can be
-                break
-        if self.moves_found > moves_before:
-            self.found = reruns.schedule(reruns.best())
-            self.lowest_bytes = self.problem.evaluate(self.found).peak_bytes
+def _annealed(
+    problem: Problem,
+    schedule: Schedule,
+    seed: int,
+    kind: tuple[int, float],
+    clock: Clock,
+    seconds: float,
+    is_over: Callable[[], bool],
+) -> Schedule:
+    """Go down from a schedule for so long, or longer while it gets lower, until nothing lower was found for long."""
+    until = clock.left() - seconds
+    least_bytes, from_bytes = problem.budget_bytes, problem.evaluate(schedule).peak_bytes
+    slots, temperature = kind
+    reruns = RerunSet(problem, seed, slots=slots)
+    if not reruns.can_be(schedule, (1 + _LOST) * from_bytes):
+        reruns = RerunSet(problem, seed, slots=max(slots, slots_needed(schedule)))
+    state, kernels = reruns.state, reruns.kernels
+    reruns.reset(reruns.keys_of(schedule))
+    state.real[kernels.WEIGHT] = _WEIGHT
+    kernels.allow(state, max(least_bytes, from_bytes - 1))
+    moves = moves_found = 0
+    patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
+    moves_at_once = min(reruns.moves_at_once, max(patience_moves // 4, _LEAST_MOVES_AT_ONCE))
+    while clock.left() > 0 and not is_over():
+        in_time = clock.left() > until or moves - moves_found < max(2 * moves_at_once, _STILL * moves)
+        if not in_time or moves - moves_found >= patience_moves + _PATIENCE_SHARE * moves:
+            break
+        found = kernels.descend(reruns.tables, state, moves_at_once, temperature, _PACE, _STEP, least_bytes)
+        clock.work(moves_at_once * reruns.move_seconds)
+        moves_found = moves + found if found else moves_found
+        moves += moves_at_once
+        if state.real[kernels.BEST] < math.inf:  # the least there can be
+            break
+    return reruns.schedule(reruns.best()) if moves_found else schedule

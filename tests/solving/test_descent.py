@@ -45,7 +45,8 @@ def test_it_goes_below_what_quick_methods_find_and_the_error_says_so() -> None:
     too_little = Problem(graph=graph, costs=costs, budget_bytes=quick.proven_peak_bytes - 1)
     with pytest.raises(InfeasibleBudgetError) as caught:
         solve(too_little, time_limit_seconds=1.0, deterministic=True)
-    assert caught.value.minimum_feasible_peak_bytes <= found.peak_bytes
+    # Less of the time is left for it than above, and what mending then begins from may not do.
+    assert quick.proven_peak_bytes <= caught.value.minimum_feasible_peak_bytes < quick.found_peak_bytes
 
 
 def test_it_stops_at_the_budget() -> None:
