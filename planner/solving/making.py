@@ -13,15 +13,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from planner.ir.graph import OperationCost, TrainingGraph
 
 _MORE_ROOM = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 """How much more than the values need from which it is made a value may need, as shares of that: what is tried."""
 
-_LOOKS_FOR_ROOM, _LOOKS_FOR_A_VALUE, _LOOKS_FOR_A_SET = 15, 10, 60
-"""Sets that are looked at in each of two orders: for each of those tries; to know whether a value can be made beside
-others; on the way to a set."""
+_LOOKS_FOR_ROOM, _LOOKS_FOR_A_SET = 15, 60
+"""Sets that are looked at in each of two orders: for each of those tries; on the way to a set."""
 
 _MANY_LOOKS = 60_000
 """From then on only the last of those shares is tried: a look takes about twenty microseconds."""
@@ -32,6 +32,9 @@ _RUNS_AT_MOST = 3
 _SMALL = 1e-4
 """Values of less than this share of the largest stay from one use to the next, and are not looked at."""
 
+_REMEMBERED = 1 << 16
+"""Sets of which it is remembered how many bytes they take."""
+
 _NEVER = 1 << 62
 
 
@@ -41,6 +44,9 @@ class _NoWay(Exception):
 
 class Making:
     """How the values of a step can be made again."""
+
+    looks_for_a_value = 10
+    """Sets that are looked at in each of two orders to know whether a value can be made beside others."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost]) -> None:
         self.graph = graph
@@ -69,6 +75,8 @@ class Making:
         """What no plan makes again, of the first so many operations."""
         for index, operation in enumerate(graph.operations):
             self.lasting.append(self.lasting[-1] | (0 if operation.recomputable else self.outputs[index]))
+        self.bytes_of = lru_cache(_REMEMBERED)(self._bytes_of)
+        """Return what a set takes beside what is retained."""
         self.looks = 0
         """How many sets were looked at so far."""
         self.rooms = [_NEVER] * len(graph.values)
@@ -201,15 +209,14 @@ class Making:
         too_little, enough = self.known.get((value, helps), (-1, _NEVER))
         if too_little < room_bytes < enough:
             room = room_bytes + self.bytes_of(helps)
-            if self.way(helps | 1 << value, helps, helps, room, _LOOKS_FOR_A_VALUE, deeply=False) is None:
+            if self.way(helps | 1 << value, helps, helps, room, self.looks_for_a_value, deeply=False) is None:
                 too_little = room_bytes
             else:
                 enough = room_bytes
             self.known[value, helps] = too_little, enough
         return enough <= room_bytes
 
-    def bytes_of(self, live: int) -> int:
-        """Return what a set takes beside what is retained."""
+    def _bytes_of(self, live: int) -> int:
         return sum(map(self.sizes.__getitem__, members(live)))
 
 

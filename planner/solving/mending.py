@@ -6,7 +6,8 @@ through much of the step. Annealing changes a few runs at a time, and does not c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 from planner.common.limits import Clock
 from planner.ir.problem import Problem
@@ -16,6 +17,10 @@ from planner.solving.making import Making
 
 _STEPS = (1e-2, 3e-3, 1e-3)
 """By so much of itself the peak is to become lower at once; the next where that did not do."""
+
+_LEVELS = ((10, 0), (40, 0), (40, 3), (160, 3))
+"""Sets that are looked at for a way to a value, and how many of those that stand in its way may go for it; the next
+where that found nothing lower."""
 
 _TRIED = 15
 """Values that wait over the highest moment, and of which it is tried to make them again, the largest first."""
@@ -32,7 +37,8 @@ def mended(
     if peak_bytes <= least_bytes or clock.left() <= 0 or is_over():
         return schedule
     mending = _Mending(problem, clock, is_over)
-    for share in _STEPS:
+    for (looks, beside), share in product(_LEVELS, _STEPS):
+        mending.making.looks_for_a_value, mending.beside = looks, beside
         while peak_bytes > least_bytes:
             allowed_bytes = max(least_bytes, peak_bytes - 1 - int(share * peak_bytes))
             lower = mending.lowered(schedule.order, allowed_bytes)
@@ -47,7 +53,7 @@ class _Mending:
     def __init__(self, problem: Problem, clock: Clock, is_over: Callable[[], bool]) -> None:
         self.problem, self.clock, self.is_over = problem, clock, is_over
         self.making = Making(problem.graph, problem.costs)
-        self.counted = 0
+        self.beside = self.counted = 0
         self._count()
 
     def lowered(self, order: tuple[int, ...], allowed_bytes: int) -> tuple[int, ...] | None:
@@ -66,42 +72,71 @@ class _Mending:
         timeline = self.problem.evaluate(Schedule(order)).timeline_bytes
         return sum(there - allowed_bytes for there in timeline if there > allowed_bytes)
 
+    def _copies(self, order: tuple[int, ...]) -> list[Copy]:
+        self.clock.work(_SECONDS_PER_RUN * len(order))
+        return lifetimes(self.problem.graph, Schedule(order))
+
     def _better(self, order: tuple[int, ...], allowed_bytes: int) -> tuple[int, int, tuple[int, ...]] | None:
         """Make one value again that waits over the highest moment; of those tried, where least is above."""
-        graph = self.problem.graph
-        copies = lifetimes(graph, Schedule(order))
+        sizes = self.making.sizes
         highest = self.problem.evaluate(Schedule(order)).peak_position
+        copies = self._copies(order)
         waiting = [copy for copy in copies if copy.born < highest < copy.died and self._may_go(copy, order[highest])]
-        waiting.sort(key=lambda copy: (-graph.values[copy.value].size_bytes, copy.value))
+        waiting.sort(key=lambda copy: (-sizes[copy.value], copy.value))
         best: tuple[int, int, tuple[int, ...]] | None = None
         for copy in waiting[:_TRIED]:
             if self.clock.left() <= 0 or self.is_over():
                 return None
-            position = next(
-                at for at in range(highest + 1, len(order)) if copy.value in graph.operations[order[at]].inputs
-            )
-            held, room_bytes = 0, allowed_bytes
-            for other in copies:
-                if other.born < position <= other.died and other is not copy:
-                    if graph.values[other.value].retained:
-                        room_bytes -= graph.values[other.value].size_bytes
-                    held |= 1 << other.value
-            runs = self.making.runs(copy.value, held, len(set(order[:position])), room_bytes)
-            self._count()
-            if runs is not None:
-                changed = (*order[:position], *runs, *order[position:])
+            for changed in self._changed(order, copies, copy.value, highest, allowed_bytes):
                 found = self._excess(changed, allowed_bytes), len(changed), changed
                 best = found if best is None else min(best, found)
         return best
 
+    def _changed(
+        self, order: tuple[int, ...], copies: list[Copy], value: int, after: int, allowed_bytes: int
+    ) -> Iterator[tuple[int, ...]]:
+        """Make a value again before it is next read; where there is no room, another goes and is made again as well."""
+        position = self._next_read(order, value, after)
+        changed = self._with(order, copies, value, position, allowed_bytes)
+        if changed is not None:
+            yield changed
+            return
+        reads = self.problem.graph.operations[order[position]].inputs
+        beside = {copy.value for copy in copies if copy.born < position < copy.died}
+        beside = {u for u in beside if u != value and u not in reads and self._can_be_made(u)}
+        for other in sorted(beside, key=lambda u: (-self.making.sizes[u], u))[: self.beside]:
+            changed = self._with(order, copies, value, position, allowed_bytes, other)
+            if changed is None:
+                continue
+            later = self._next_read(changed, other, position + len(changed) - len(order))
+            changed = self._with(changed, self._copies(changed), other, later, allowed_bytes)
+            if changed is not None:
+                yield changed
+
+    def _with(
+        self, order: tuple[int, ...], copies: list[Copy], value: int, position: int, allowed_bytes: int, other: int = -1
+    ) -> tuple[int, ...] | None:
+        """Make a value at a position, beside all that is there but itself and another; None if no way was found."""
+        held, room_bytes = 0, allowed_bytes
+        for copy in copies:
+            if copy.born < position <= copy.died and copy.value not in (value, other):
+                if self.problem.graph.values[copy.value].retained:
+                    room_bytes -= self.problem.graph.values[copy.value].size_bytes
+                held |= 1 << copy.value
+        runs = self.making.runs(value, held, len(set(order[:position])), room_bytes)
+        self._count()
+        return None if runs is None else (*order[:position], *runs, *order[position:])
+
+    def _next_read(self, order: tuple[int, ...], value: int, after: int) -> int:
+        operations = self.problem.graph.operations
+        return next(at for at in range(after + 1, len(order)) if value in operations[order[at]].inputs)
+
     def _may_go(self, copy: Copy, operation: int) -> bool:
+        return self._can_be_made(copy.value) and copy.value not in self.problem.graph.operations[operation].inputs
+
+    def _can_be_made(self, value: int) -> bool:
         graph = self.problem.graph
-        maker = graph.operations[graph.producer[copy.value]]
-        return (
-            bool(self.making.counts >> copy.value & 1)
-            and maker.recomputable
-            and copy.value not in graph.operations[operation].inputs
-        )
+        return bool(self.making.counts >> value & 1) and graph.operations[graph.producer[value]].recomputable
 
     def _count(self) -> None:
         self.clock.work(_SECONDS_PER_LOOK * (self.making.looks - self.counted))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving import descent
+from planner.solving import descent, mending
 from planner.solving.descent import descended
 from planner.solving.mending import mended
 from planner.solving.peak_bounds import lowest_schedule, proven_peak
@@ -42,6 +42,18 @@ def test_what_annealing_leaves_is_made_again_by_a_pass_of_its_own(monkeypatch: p
     assert problem.evaluate(descended(problem, start, limits)).peak_bytes <= 1.0001 * least_bytes
     monkeypatch.setattr(descent, "mended", lambda problem, schedule, *_: schedule)
     assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * least_bytes
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
+@pytest.mark.parametrize(("blocks", "levels"), [(8, 1), (16, 2)], ids=["more looks", "another goes, too"])
+def test_what_is_found_by_looking_harder(blocks: int, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = resnet_like(blocks)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=proven_peak(graph, costs)[0])
+    start = lowest_schedule(problem)
+    limits = SolveLimits(time_limit_seconds=3.0, deterministic=True)
+    assert problem.evaluate(descended(problem, start, limits)).peak_bytes == problem.budget_bytes
+    monkeypatch.setattr(mending, "_LEVELS", mending._LEVELS[:levels])
+    assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * problem.budget_bytes
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
