@@ -1,11 +1,9 @@
 """Annealing on the set of reruns, for budgets at which the integer programme stalls.
 
-It proves nothing. Some plans are found from nothing, going from hot to cold. What runs again
-before one moment of the step, and how, hardly depends on what does long after it: so two plans are
-put together, the one until some moment, the other from there on, or one of many layers is copied to
-others; what comes of it is annealed, barely warm, and the better ones stay. The moves and the exact
-bytes after each are in ``solving.annealing``, compiled by numba, which is loaded when a search
-starts and not before.
+It proves nothing. Some plans are found from nothing, going from hot to cold; then what is made of
+two of them, or of one, is annealed, barely warm, and the better ones stay: see
+``solving.population``. The moves and the exact bytes after each are in ``solving.annealing``,
+compiled by numba, which is loaded when a search starts and not before.
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ import os
 import subprocess
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, SolverUnavailableError
@@ -30,7 +26,9 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.descent import descended
 from planner.solving.incumbent import Incumbent
+from planner.solving.mending import mended
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
+from planner.solving.population import MANY, Member, Population
 from planner.solving.repeats import Repeats
 from planner.solving.rerun_set import RerunSet, slots_needed
 
@@ -50,9 +48,8 @@ _ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
 _CROSSED = 0.6
 """So much shorter is a round that starts from a plan."""
 
-_MANY, _YOUNG_SHARE, _STALE = 12, 0.35, 40
-"""Members of a population; the share of the time at most until they are crossed; rounds in a row that let none in,
-after which all but the best leave."""
+_YOUNG_SHARE = 0.35
+"""Share of the time at most until members of a population are crossed, even where there are few."""
 
 _FROM_NOTHING = 4
 """Beside a plan that is near the bound, one of so many rounds starts from nothing all the same."""
@@ -60,14 +57,9 @@ _FROM_NOTHING = 4
 _COPIED = 0.2
 """How often a round starts from a plan in which one repeated layer is copied to others."""
 
-_ONE_PLACE = 0.7
-"""How often two plans change from one to the other only once."""
-
-_MOVES_PER_OPERATION = 12_000
-"""After so many, a search is over however much time is left."""
-
-_DESCENT_SHARE = 0.8
-"""Of what is left of the time, at most, for a first plan after a round of annealing that found none."""
+_MENDING_SHARE, _DESCENT_SHARE = 0.1, 0.8
+"""Of what is left of the time, at most, for a first plan after a round of annealing that found none: from what that
+ended with, and from the lowest that is known."""
 
 _QUICK_SHARE = 0.15
 """Of what is left of the time, at most, for the plan that a descent begins with."""
@@ -132,20 +124,25 @@ class SearchSolver:
         self.require()
         clock = effort.clock()
 
+        def part(share: float) -> SolveLimits:
+            return replace(effort, time_limit_seconds=max(share * clock.left(), _LEAST_SECONDS), told=clock.work)
+
         def look_lower() -> None:
             if incumbent.take_lowest(self.name):
                 return
-            if population.number == 1:
+            near = mended(problem, rounds.ended(), part(_MENDING_SHARE).clock(), problem.budget_bytes, is_over)
+            if incumbent.update(near, self.name):
+                return
+            if rounds.number == 1:
                 self.begin_low(incumbent, _QUICK_SHARE * clock.left())
             before = None
             while incumbent.lowest != before and incumbent.schedule is None and clock.left() > 0 and not is_over():
                 before = incumbent.lowest
-                seconds = max(_DESCENT_SHARE * clock.left(), _LEAST_SECONDS)
-                part = replace(effort, time_limit_seconds=seconds, told=clock.work)
-                incumbent.update(self.descent(incumbent, problem.budget_bytes, part, is_over), self.name)
+                lower = self.descent(incumbent, problem.budget_bytes, part(_DESCENT_SHARE), is_over)
+                incumbent.update(lower, self.name)
 
-        population = _Population(problem, effort.seed)
-        population.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
+        rounds = _Rounds(problem, effort.seed)
+        rounds.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
 
     def descend(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
         """Look for the plan of the lowest peak, down to the budget, from the lowest that an incumbent has seen."""
@@ -225,24 +222,17 @@ def smallest() -> Problem:
     return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(reads), budget_bytes=9)
 
 
-class _Member(NamedTuple):
-    """A set of reruns that keeps the budget: what it costs in the kernels' unit, and its keys in order."""
-
-    cost: float
-    keys: tuple[int, ...]
-
-
-class _Population:
-    """Sets of reruns that annealing found from nothing, and crosses of two of them, annealed in turn."""
+class _Rounds:
+    """Rounds of annealing, from nothing or from what a population gives, each offering it what it came by."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
         self.reruns = RerunSet(problem, seed)
         self.kernels, self.state, self.random = self.reruns.kernels, self.reruns.state, self.reruns.random
         self.repeats = Repeats(self.reruns.problem)
-        self.members: list[_Member] = []
+        self.population = Population(self.random)
         self.far_seconds = _FAR * problem.baseline.seconds
-        self.number = self.stale = 0
+        self.number = 0
         self.is_hard = False
         """Whether the last round from nothing found no plan."""
         self.begun_seconds = 0.0
@@ -256,20 +246,23 @@ class _Population:
         self.begun_seconds = clock.left()
         share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
         moves_each = int(min(max(share, _FEWEST_MOVES), _MOST_MOVES))
-        moves = 0
-        while moves < _MOVES_PER_OPERATION * count and clock.left() > 0 and not is_over():
+        while not self.population.is_exhausted and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
             length = int(moves_each * (_CROSSED if start else 1.0)) * count
-            moves += self.cool(start, top, length, clock, is_over)
+            self.cool(start, top, length, clock, is_over)
             if not start:
                 self.is_hard = math.isinf(self.state.real[self.kernels.BEST])
             self.take_in(incumbent)
-            if self.stale > _STALE and self.members:
-                self.members, self.stale, self.begun_seconds = [min(self.members)], 0, clock.left()
+            if self.population.renewed(keep_best=self.is_hard):
+                self.begun_seconds = clock.left()
             self.number += 1
             if incumbent.schedule is None and clock.left() > 0 and not is_over():
                 look_lower()
+
+    def ended(self) -> Schedule:
+        """Return what a round ended with, within the budget or not."""
+        return self.reruns.schedule(self.state.reruns[: self.state.whole[self.kernels.RERUNS]])
 
     def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:
         """Give the keys that a round starts from, and its first temperature.
@@ -278,54 +271,21 @@ class _Population:
         it starts from nothing, or mostly from the best where that is near the bound, or from nothing none is found:
         plans of another kind are then none to look for. After that two are crossed.
         """
-        members, warm = self.members, float(_WARM * (_WARMER / _WARM) ** self.random.random())
-        if members and self.number and self.random.random() < _COPIED:
-            copy = self.copied(self.random.choice([min(members), self.random.choice(members)]))
+        population, warm = self.population, float(_WARM * (_WARMER / _WARM) ** self.random.random())
+        if population.members and self.number and self.random.random() < _COPIED:
+            copy = population.copied(self.repeats, len(self.state.count), self.reruns.slots)
             if copy is not None:
                 return copy, warm
         early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
-        if len(members) < 2 or (early and len(members) < _MANY):
+        if len(population.members) < 2 or (early and len(population.members) < MANY):
             is_near = incumbent.is_closed(self.far_seconds) or not early or self.is_hard
-            if members and is_near and (self.number + 1) % _FROM_NOTHING:
-                return min(members).keys, _WARM if self.number == 0 else warm
+            if population.members and is_near and (self.number + 1) % _FROM_NOTHING:
+                return population.best.keys, _WARM if self.number == 0 else warm
             return (), _HOT
-        return self.crossed(*self.random.sample(members, 2)), warm
+        return population.crossed(), warm
 
-    def crossed(self, one: _Member, other: _Member) -> list[int]:
-        """Take what one makes again before some slot, and what the other does from there on; or within two slots."""
-        places = sorted({*one.keys, *other.keys})
-        first, last = sorted(self.random.choices(places, k=2))
-        if self.random.random() < _ONE_PLACE:
-            last = places[-1] + 1
-        start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
-        inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
-        return [*one.keys[:start], *inner, *one.keys[end:]]
-
-    def copied(self, member: _Member) -> list[int] | None:
-        """Copy what is made again in a repeated layer to some others of its stretch; None if there are none."""
-        count, slots = len(self.state.count), self.reruns.slots
-        places = [key // count // slots for key in member.keys]
-        inside = [stretch for place in places if (stretch := self.repeats.stretch_of(place))]
-        if not inside:
-            return None
-        stretch = self.random.choice(inside)
-        period, length = stretch.period, stretch.end - stretch.first
-        offset = self.random.randrange(min(period, length - 2 * period + 1))
-        layers = range(stretch.first + offset, stretch.end - period + 1, period)
-        source = self.random.choice(layers)
-        low, high = sorted(self.random.choices(layers, k=2))
-        pattern = [key for key, place in zip(member.keys, places, strict=True) if source <= place < source + period]
-        found = {key for key, place in zip(member.keys, places, strict=True) if not low <= place < high + period}
-        for layer in range(low, high + 1, period):
-            for key in pattern:
-                again = self.repeats.made_for(key % count, stretch, (layer - source) // period)
-                slot = key // count + slots * (layer - source)
-                if again is not None and again < slot // slots:
-                    found.add(slot * count + again)
-        return sorted(found)
-
-    def cool(self, start: Sequence[int], top: float, moves: int, clock: Clock, is_over: Callable[[], bool]) -> int:
-        """Anneal from a set of reruns; give how many moves that took."""
+    def cool(self, start: Sequence[int], top: float, moves: int, clock: Clock, is_over: Callable[[], bool]) -> None:
+        """Anneal from a set of reruns, with so many moves."""
         kernels, state = self.kernels, self.state
         self.reruns.reset(start)
         state.real[kernels.BEST], state.best[0] = math.inf, 0
@@ -336,24 +296,22 @@ class _Population:
             kernels.cool(self.reruns.tables, state, after - done, hot, cold, _PACE)
             clock.work((after - done) * self.reruns.move_seconds)
             done = after
-        return done
 
     def adopt(self, incumbent: Incumbent) -> None:
-        """Take in a plan of others that is better than all members."""
-        best = min(self.members).cost * self.reruns.unit_seconds if self.members else math.inf
-        if incumbent.schedule is not None and incumbent.added_seconds < best * (1 - 1e-9):
+        """Take in a plan of others that is better than all that were known."""
+        known_seconds = self.population.least * self.reruns.unit_seconds
+        if incumbent.schedule is not None and incumbent.added_seconds < known_seconds * (1 - 1e-9):
             if not self.reruns.can_be(incumbent.schedule, self.problem.budget_bytes):
                 self.widen(slots_needed(incumbent.schedule))
             keys = tuple(self.reruns.keys_of(incumbent.schedule))
-            self.enter(_Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
+            self.population.enter(Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
 
     def widen(self, slots: int) -> None:
         """Give each operation so many slots."""
         narrow = self.reruns
         self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=slots)
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
-        wider = (self.reruns.keys_of(narrow.schedule(member.keys)) for member in self.members)
-        self.members = [_Member(each.cost, tuple(keys)) for each, keys in zip(self.members, wider, strict=True)]
+        self.population.rewrite(lambda keys: self.reruns.keys_of(narrow.schedule(keys)))
 
     def take_in(self, incumbent: Incumbent) -> None:
         """Take in the best set of a round, if it found one, and offer it.
@@ -362,9 +320,8 @@ class _Population:
         """
         cost = float(self.state.real[self.kernels.BEST])
         seconds = cost * self.reruns.unit_seconds
-        self.stale += 1
-        if math.isfinite(cost):
-            self.enter(_Member(cost, tuple(sorted(map(int, self.reruns.best())))))
+        found = math.isfinite(cost)
+        self.population.enter(Member(cost, tuple(sorted(map(int, self.reruns.best())))) if found else None)
         if seconds >= incumbent.added_seconds * (1 - 1e-9):
             return
         schedule = self.reruns.schedule(self.reruns.best())
@@ -377,19 +334,6 @@ class _Population:
                 "please report this as a bug"
             )
         incumbent.update(schedule, SearchSolver.name)
-
-    def enter(self, found: _Member) -> None:
-        """Let a set in, in place of the dearest where there are many, unless one costs just as much."""
-        if any(math.isclose(found.cost, member.cost) for member in self.members):
-            return
-        if len(self.members) < _MANY:
-            self.members.append(found)
-        elif found < max(self.members):
-            self.members.remove(max(self.members))
-            self.members.append(found)
-        else:
-            return
-        self.stale = 0
 
 
 SOLVER = SearchSolver()

@@ -22,6 +22,9 @@ _LEVELS = ((10, 0), (40, 0), (40, 3), (160, 3))
 """Sets that are looked at for a way to a value, and how many of those that stand in its way may go for it; the next
 where that found nothing lower."""
 
+_NOT_HARD = 2
+"""So many of those are tried where it does not matter much."""
+
 _TRIED = 15
 """Values that wait over the highest moment, and of which it is tried to make them again, the largest first."""
 
@@ -37,16 +40,25 @@ def mended(
     if peak_bytes <= least_bytes or clock.left() <= 0 or is_over():
         return schedule
     mending = _Mending(problem, clock, is_over)
-    for (looks, beside), share in product(_LEVELS, _STEPS):
-        mending.making.looks_for_a_value, mending.beside = looks, beside
+    for level, share in product(range(len(_LEVELS)), _STEPS):
         while peak_bytes > least_bytes:
-            allowed_bytes = max(least_bytes, peak_bytes - 1 - int(share * peak_bytes))
-            lower = mending.lowered(schedule.order, allowed_bytes)
+            lower = mending.lowered(schedule, max(least_bytes, peak_bytes - 1 - int(share * peak_bytes)), level)
             if lower is None:
                 break
-            schedule = Schedule(lower)
-            peak_bytes = problem.evaluate(schedule).peak_bytes
+            schedule, peak_bytes = lower, problem.evaluate(lower).peak_bytes
     return schedule
+
+
+def mended_within(
+    problem: Problem, schedule: Schedule, clock: Clock, is_over: Callable[[], bool] = lambda: False
+) -> Schedule | None:
+    """Return what becomes of a schedule that breaks the budget at few moments, within it; None if nothing is found.
+
+    It does not try hard: others end elsewhere.
+    """
+    mending = _Mending(problem, clock, is_over)
+    found = (mending.lowered(schedule, problem.budget_bytes, level) for level in range(_NOT_HARD))
+    return next((lower for lower in found if lower is not None), None)
 
 
 class _Mending:
@@ -56,16 +68,18 @@ class _Mending:
         self.beside = self.counted = 0
         self._count()
 
-    def lowered(self, order: tuple[int, ...], allowed_bytes: int) -> tuple[int, ...] | None:
-        """Return an order within some bytes, by one change after the other; None if none was found in time."""
+    def lowered(self, schedule: Schedule, allowed_bytes: int, level: int) -> Schedule | None:
+        """Return a schedule within some bytes, by one change after the other; None if none was found in time."""
         self.making.known.clear()
+        self.making.looks_for_a_value, self.beside = _LEVELS[level]
+        order = schedule.order
         excess = self._excess(order, allowed_bytes)
         while excess:
             better = self._better(order, allowed_bytes)
             if better is None or better[0] >= excess:
                 return None
             excess, _, order = better
-        return order
+        return Schedule(order)
 
     def _excess(self, order: tuple[int, ...], allowed_bytes: int) -> int:
         self.clock.work(_SECONDS_PER_RUN * len(order))

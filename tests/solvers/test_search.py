@@ -24,6 +24,7 @@ from planner.solvers import search
 from planner.solvers.search import SOLVER
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
+from planner.solving.population import Member
 from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 from tests import oracle
 
@@ -225,39 +226,14 @@ def test_it_goes_on_from_a_plan_whose_order_needs_more_slots() -> None:
 @needs_numba
 def test_plans_that_are_there_stay_what_they_are_where_one_needs_more_slots() -> None:
     problem = dear_first()
-    population = search._Population(problem, seed=0)
+    rounds = search._Rounds(problem, seed=0)
     one = Schedule((*range(12), 8, 9, 2, 3, 12))
-    population.enter(search._Member(99.0, tuple(population.reruns.keys_of(one))))
+    rounds.population.enter(Member(99.0, tuple(rounds.reruns.keys_of(one))))
     incumbent = Incumbent(problem)
     other = Schedule((*range(12), 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1, 12))
     assert incumbent.update(other, "known")
-    population.adopt(incumbent)
-    assert [population.reruns.schedule(member.keys) for member in population.members] == [one, other]
-
-
-@needs_numba
-def test_two_plans_are_crossed_at_moments_of_the_step() -> None:
-    population = search._Population(at(oracle.resnet_like(8), 0.5), seed=0)
-    one, other = search._Member(1.0, tuple(range(0, 100, 2))), search._Member(2.0, tuple(range(1, 100, 3)))
-    owners = set()
-    for _ in range(200):
-        found = population.crossed(one, other)
-        assert found == sorted(found)
-        inside = [key for key in found if key not in one.keys]
-        assert all(key in other.keys for key in inside)
-        if inside:
-            between = [key for key in found if inside[0] <= key <= inside[-1]]
-            assert between == [key for key in other.keys if inside[0] <= key <= inside[-1]]
-        owners.add((found[0] in one.keys, found[-1] in one.keys))
-    assert owners >= {(True, False), (True, True)}
-
-
-@needs_numba
-def test_of_many_plans_the_cheapest_stay_and_of_equal_ones_the_first() -> None:
-    population = search._Population(at(oracle.resnet_like(8), 0.5), seed=0)
-    for cost in (5.0, *range(40, 20, -1), 5.0):
-        population.enter(search._Member(float(cost), (int(cost),)))
-    assert sorted(member.cost for member in population.members) == [5.0, *map(float, range(21, 32))]
+    rounds.adopt(incumbent)
+    assert [rounds.reruns.schedule(member.keys) for member in rounds.population.members] == [other, one]
 
 
 @needs_numba

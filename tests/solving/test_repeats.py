@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solvers import search
+from planner.solving.population import Member, Population
 from planner.solving.repeats import Repeats, Stretch, stretches
+from planner.solving.rerun_set import SLOTS, RerunSet
 from tests.solvers.test_search import needs_numba
 
 pytest.importorskip("numpy")
@@ -68,15 +70,15 @@ def test_a_later_layer_of_the_backward_belongs_to_an_earlier_one_of_the_forward(
 @needs_numba
 def test_what_is_made_again_in_one_layer_is_copied_to_others() -> None:
     problem = layered()
-    population = search._Population(problem, seed=0)
+    reruns, repeats, population = RerunSet(problem, 0), Repeats(problem), Population(Random(0))
     # Before operations of the first and second layer of the backward, parts of the last and second last of the forward.
     plan = Schedule.with_recomputations(problem.graph, {45: [30, 31], 56: [21]})
-    member = search._Member(1.0, tuple(population.reruns.keys_of(plan)))
+    population.enter(Member(1.0, tuple(reruns.keys_of(plan))))
     seen = set()
     for _ in range(300):
-        copy = population.copied(member)
+        copy = population.copied(repeats, len(problem.graph.operations), reruns.slots)
         assert copy is not None
-        recomputations = population.reruns.schedule(copy).recomputations()
+        recomputations = reruns.schedule(copy).recomputations()
         seen.add(tuple(sorted(recomputations.items())))
     assert ((45, (30, 31)), (56, (21, 22))) in seen
     assert ((45, (30, 31)), (56, (21, 22)), (67, (12, 13))) in seen
@@ -85,7 +87,7 @@ def test_what_is_made_again_in_one_layer_is_copied_to_others() -> None:
         problem.evaluate(Schedule.with_recomputations(problem.graph, dict(each)))
 
 
-@needs_numba
 def test_where_nothing_repeats_nothing_is_copied() -> None:
-    population = search._Population(chain_of(list(range(1, 40))), seed=0)
-    assert population.copied(search._Member(1.0, tuple(range(0, 400, 7)))) is None
+    population = Population(Random(0))
+    population.enter(Member(1.0, tuple(range(0, 400, 7))))
+    assert population.copied(Repeats(chain_of(list(range(1, 40)))), 39, SLOTS) is None

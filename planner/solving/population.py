@@ -1,0 +1,138 @@
+"""Sets of reruns that annealing came by: which are let in, and what is made of two of them, or of one.
+
+What runs again before one moment of the step, and how, hardly depends on what does long after it: so two are put
+together, the one until some moment, the other from there on, or one of many layers is copied to others. Where that
+brings nothing more for long, others are begun from nothing, and the best of both then meet.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import NamedTuple
+
+from planner.solving.repeats import Repeats
+
+MANY = 12
+"""Members at most."""
+
+_ALIKE = 0.03
+"""Two are alike that differ in no more than this share of what runs again, and only the cheaper stays."""
+
+_STALE, _FRUITLESS = 40, 4
+"""Sets in a row that were not let in, after which all begins again; how often in a row that may have brought nothing
+cheaper, until no more is to be had."""
+
+_ONE_PLACE = 0.7
+"""How often two change from one to the other only once."""
+
+
+class Member(NamedTuple):
+    """A set of reruns that keeps the budget: what it costs in the kernels' unit, and its keys in order."""
+
+    cost: float
+    keys: tuple[int, ...]
+
+
+class Population:
+    """Members, which are let in as long as they are among the cheapest, and those that were there before these."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.members: list[Member] = []
+        self.before: list[Member] = []
+        """Those that these are yet to meet."""
+        self.least = self.least_before = math.inf
+        """Cost of the cheapest that ever was, and what that was when these began."""
+        self.stale = self.fruitless = 0
+
+    @property
+    def best(self) -> Member:
+        """The cheapest member."""
+        return min(self.members)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether it brought nothing cheaper for so long that it hardly will."""
+        return self.fruitless >= _FRUITLESS
+
+    def rewrite(self, keys: Callable[[tuple[int, ...]], Iterable[int]]) -> None:
+        """Write the keys of all in another way."""
+        self.members = [Member(each.cost, tuple(keys(each.keys))) for each in self.members]
+        self.before = [Member(each.cost, tuple(keys(each.keys))) for each in self.before]
+
+    def enter(self, found: Member | None) -> None:
+        """Let one in, in place of those that it is like, or of the dearest where there are many, if it costs less.
+
+        None stands for one that does not keep the budget. O(members x keys).
+        """
+        self.stale += 1
+        if found is None:
+            return
+        self.least = min(self.least, found.cost)
+        less = [member for member in self.members if _are_alike(found, member)]
+        if not less and len(self.members) >= MANY:
+            less = [max(self.members)]
+        if all(found.cost < member.cost * (1 - 1e-9) for member in less):
+            self.members = [found, *(member for member in self.members if member not in less)]
+            self.stale = 0
+
+    def renewed(self, *, keep_best: bool) -> bool:
+        """Begin again if it is time to, and say so: with the best of these and of those before, or after that anew.
+
+        Where it is hard to come by members from nothing, the best is kept even so.
+        """
+        if self.stale <= _STALE:
+            return False
+        self.fruitless = 0 if self.least < self.least_before * (1 - 1e-9) else self.fruitless + 1
+        self.stale, self.least_before = 0, self.least
+        if self.before:
+            half = MANY // 2
+            self.members, self.before = [*sorted(self.members)[:half], *sorted(self.before)[:half]], []
+        else:
+            self.members, self.before = sorted(self.members)[: int(keep_best)], self.members
+        return True
+
+    def crossed(self) -> list[int]:
+        """Take what one makes again before some slot, and what the other does from there on; or within two slots."""
+        one, other = self.random.sample(self.members, 2)
+        places = sorted({*one.keys, *other.keys})
+        first, last = sorted(self.random.choices(places, k=2))
+        if self.random.random() < _ONE_PLACE:
+            last = places[-1] + 1
+        start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
+        inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
+        return [*one.keys[:start], *inner, *one.keys[end:]]
+
+    def copied(self, repeats: Repeats, count: int, slots: int) -> list[int] | None:
+        """Copy what one makes again in a repeated layer to some others of its stretch; None if there are none.
+
+        Keys are of so many operations, and so many slots of each.
+        """
+        member = self.random.choice([self.best, self.random.choice(self.members)])
+        places = [key // count // slots for key in member.keys]
+        inside = [stretch for place in places if (stretch := repeats.stretch_of(place))]
+        if not inside:
+            return None
+        stretch = self.random.choice(inside)
+        period, length = stretch.period, stretch.end - stretch.first
+        offset = self.random.randrange(min(period, length - 2 * period + 1))
+        layers = range(stretch.first + offset, stretch.end - period + 1, period)
+        source = self.random.choice(layers)
+        low, high = sorted(self.random.choices(layers, k=2))
+        pattern = [key for key, place in zip(member.keys, places, strict=True) if source <= place < source + period]
+        found = {key for key, place in zip(member.keys, places, strict=True) if not low <= place < high + period}
+        for layer in range(low, high + 1, period):
+            for key in pattern:
+                again = repeats.made_for(key % count, stretch, (layer - source) // period)
+                slot = key // count + slots * (layer - source)
+                if again is not None and again < slot // slots:
+                    found.add(slot * count + again)
+        return sorted(found)
+
+
+def _are_alike(one: Member, other: Member) -> bool:
+    different = len(set(one.keys).symmetric_difference(other.keys))
+    return math.isclose(one.cost, other.cost) or different <= _ALIKE * min(len(one.keys), len(other.keys))
