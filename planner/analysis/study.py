@@ -31,6 +31,7 @@ from planner.plans.planning import make_plan, make_problem, plan_from_solution
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
+from planner.solving import lowest_known
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule
 
@@ -239,7 +240,8 @@ class Study:
             return lowest_choice(problem, Clock(_LOWEST_SECONDS, counts_work=effort.deterministic))
         if problem.host is None:
             limit_seconds = min(_LOWEST_SECONDS, effort.time_limit_seconds)
-            return AutoSolver().lowest(problem, effort=replace(effort, time_limit_seconds=limit_seconds))
+            found = AutoSolver().lowest(problem, effort=replace(effort, time_limit_seconds=limit_seconds))
+            return found if effort.deterministic else lowest_known.lower(problem, found)
         schedules = [lowest_schedule(problem), lowest_offloading(problem, first_within(problem, ranked(problem)))]
         return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
 

@@ -34,6 +34,17 @@ def keep(problem: Problem, schedule: Schedule) -> None:
     solution_cache.keep(solution_cache.key_of(posed, _NAME, SolveLimits()), solution)
 
 
+def lower(problem: Problem, schedule: Schedule) -> Schedule:
+    """Return a schedule, and keep it if nothing lower is known; else what is known."""
+    if not applies_to(problem):
+        return schedule
+    known = find(problem)
+    if known is not None and problem.evaluate(known).peak_bytes <= problem.evaluate(schedule).peak_bytes:
+        return known
+    keep(problem, schedule)
+    return schedule
+
+
 _said: dict[str, Schedule] = {}
 """By the problem without its budget."""
 

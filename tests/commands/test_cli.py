@@ -23,6 +23,7 @@ import cli
 import cost_models
 import planner
 from planner.commands import _asked
+from planner.common import cache_folder
 from planner.errors import CaptureError
 from planner.plans.plan import Plan, Verification
 from tests.analysis.test_what_if import study_of
@@ -170,6 +171,7 @@ def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
 def test_a_plan_without_a_budget_suggests_three(
     run: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     study = study_of(GRAPH, COSTS)
     spec = dataclasses.replace(cost_models.device("cpu"), memory_bytes=study.whole_bytes * 9 // 10)
     study = dataclasses.replace(study, device=spec)

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from planner.common import cache_folder
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.plans import planning
 from planner.plans.plan import NoPlanFitsError
+from planner.solvers.auto import AutoSolver
 from planner.solving import lowest_known
 from planner.solving.peak_bounds import minimum_peak
+from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
 from tests.planned import make_plan
 
@@ -75,3 +78,12 @@ def test_what_a_search_finds_is_kept() -> None:
     peak_bytes = PROBLEM.evaluate(known).peak_bytes + GRAPH.total_static_bytes
     assert peak_bytes == caught.value.minimum_feasible_peak_bytes
     assert make_plan(GRAPH, COSTS, budget=peak_bytes, time_limit_seconds=0.5).peak_bytes <= peak_bytes
+
+
+def test_what_a_curve_names_as_the_smallest_budget_is_known_to_later_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    study, effort = study_of(GRAPH, COSTS), SolveLimits(time_limit_seconds=0.5)
+    lowest = study.lowest(PROBLEM, effort=effort)
+    assert lowest_known.find(PROBLEM) == lowest
+    monkeypatch.setattr(AutoSolver, "lowest", lambda solver, problem, **_: Schedule.keep_all(problem.graph))
+    assert study.lowest(PROBLEM, effort=effort) == lowest
+    assert study.lowest(PROBLEM, effort=replace(effort, deterministic=True)) == Schedule.keep_all(GRAPH)
