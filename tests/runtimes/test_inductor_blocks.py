@@ -134,10 +134,10 @@ def test_equal_blocks_of_which_the_same_is_asked_are_compiled_once(monkeypatch: 
         return honest(*given)
 
     monkeypatch.setattr(inductor_blocks, "compile_with_inductor", noting)
-    model = planner.auto_wrap(Stack(12), activation_budget="80%", **ASK)
+    model = planner.auto_wrap(Stack(8), activation_budget="80%", **ASK)
     model(rows()).backward()
     plan = planner.plan_of(model)
-    assert len(compiled) == len({decisions_on(plan, path) for path in blocks_of(plan)}) <= 6
+    assert len(compiled) == len({decisions_on(plan, path) for path in blocks_of(plan)}) <= 5
 
 
 def test_a_plan_that_is_given_is_held_against_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
