@@ -131,7 +131,8 @@ class SearchSolver:
             if incumbent.take_lowest(self.name):
                 return
             near = mended(problem, rounds.ended(), part(_MENDING_SHARE).clock(), problem.budget_bytes, is_over)
-            if incumbent.update(near, self.name):
+            if problem.evaluate(near).peak_bytes <= problem.budget_bytes:  # else it is none to go down from
+                incumbent.update(near, self.name)
                 return
             if rounds.number == 1:
                 self.begin_low(incumbent, _QUICK_SHARE * clock.left())
