@@ -149,15 +149,14 @@ def _searched(problem: Problem, search: Search) -> Solution:
     try:
         return solved(problem, solver, effort=search, progress=search.progress)
     except InfeasibleBudgetError as error:
-        seen = [schedule for schedule in (known, error.lowest) if schedule is not None]
-        if search.deterministic or not lowest_known.applies_to(problem) or not seen:
+        if search.deterministic or not lowest_known.applies_to(problem):
+            raise
+        lowest = known if error.lowest is None else lowest_known.lower(problem, error.lowest)
+        if lowest is None:
             raise
         incumbent = Incumbent(problem)
         incumbent.raise_bound(error.lower_bound_seconds)
-        for schedule in seen:
-            incumbent.see(schedule)
-        if incumbent.lowest is not known:
-            lowest_known.keep(problem, incumbent.lowest)
+        incumbent.see(lowest)
         raise incumbent.infeasible(proven=error.is_proven) from error
 
 

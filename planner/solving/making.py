@@ -45,9 +45,6 @@ class _NoWay(Exception):
 class Making:
     """How the values of a step can be made again."""
 
-    looks_for_a_value = 10
-    """Sets that are looked at in each of two orders to know whether a value can be made beside others."""
-
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost]) -> None:
         self.graph = graph
         self.producer = graph.producer
@@ -76,7 +73,9 @@ class Making:
         for index, operation in enumerate(graph.operations):
             self.lasting.append(self.lasting[-1] | (0 if operation.recomputable else self.outputs[index]))
         self.bytes_of = lru_cache(_REMEMBERED)(self._bytes_of)
-        """Return what a set takes beside what is retained."""
+        """What a set takes beside what is retained."""
+        self.looks_for_a_value = 10
+        """Sets that are looked at in each of two orders to know whether a value can be made beside others."""
         self.looks = 0
         """How many sets were looked at so far."""
         self.rooms = [_NEVER] * len(graph.values)

@@ -22,9 +22,6 @@ _LEVELS = ((10, 0), (40, 0), (40, 3), (160, 3))
 """Sets that are looked at for a way to a value, and how many of those that stand in its way may go for it; the next
 where that found nothing lower."""
 
-_NOT_HARD = 2
-"""So many of those are tried where it does not matter much."""
-
 _TRIED = 15
 """Values that wait over the highest moment, and of which it is tried to make them again, the largest first."""
 
@@ -47,18 +44,6 @@ def mended(
                 break
             schedule, peak_bytes = lower, problem.evaluate(lower).peak_bytes
     return schedule
-
-
-def mended_within(
-    problem: Problem, schedule: Schedule, clock: Clock, is_over: Callable[[], bool] = lambda: False
-) -> Schedule | None:
-    """Return what becomes of a schedule that breaks the budget at few moments, within it; None if nothing is found.
-
-    It does not try hard: others end elsewhere.
-    """
-    mending = _Mending(problem, clock, is_over)
-    found = (mending.lowered(schedule, problem.budget_bytes, level) for level in range(_NOT_HARD))
-    return next((lower for lower in found if lower is not None), None)
 
 
 class _Mending:

@@ -137,7 +137,7 @@ def test_equal_blocks_of_which_the_same_is_asked_are_compiled_once(monkeypatch: 
     model = planner.auto_wrap(Stack(8), activation_budget="80%", **ASK)
     model(rows()).backward()
     plan = planner.plan_of(model)
-    assert len(compiled) == len({decisions_on(plan, path) for path in blocks_of(plan)}) <= 5
+    assert len(compiled) == len({decisions_on(plan, path) for path in blocks_of(plan)}) <= 4
 
 
 def test_a_plan_that_is_given_is_held_against_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
