@@ -51,13 +51,6 @@ from planner.session.telling import working
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-_RUN_COMPILED_PARTS = ("inductor", "inductor_blocks", "modules")
-"""Runtimes that compile, or run what a part's own ``compile()`` made."""
-
-_RUN_SHARDED = ("auto", "regional", "inductor_blocks", "modules")
-"""Runtimes that run a model whose parameters are sharded already."""
-
-
 def plan(
     model: nn.Module,
     example_inputs: Any = None,
@@ -355,14 +348,14 @@ def auto_wrap(
     """
     asked = locals()
     sharded = is_sharded(model)
-    check_model(model, may_be_sharded=sharded and runtime in _RUN_SHARDED)
+    check_model(model, may_be_sharded=sharded and runtimes.get(runtime).runs_sharded)
     check_is_called(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
-    compiles = (choose(model) if runtime == "auto" else runtime) in _RUN_COMPILED_PARTS
-    if not compiles and (parts := compiled_parts(model)):
+    chosen = runtimes.get(choose(model) if runtime == "auto" else runtime)
+    if not chosen.runs_compiled_parts and (parts := compiled_parts(model)):
         warnings.warn(
             f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
             "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or have each block "

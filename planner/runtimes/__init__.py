@@ -55,6 +55,10 @@ class Runtime(Protocol):
     last bit. See :func:`planner.diagnose.verification.compare`."""
     exact_peak: bool
     """Whether the predicted peak is the measured one, and not an upper bound."""
+    runs_sharded: bool
+    """Whether it runs a model whose parameters are sharded already."""
+    runs_compiled_parts: bool
+    """Whether it compiles, or runs what a part's own ``compile()`` made: the others run graphs in place of that."""
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False

@@ -238,6 +238,8 @@ class StartsCalls:
     calls: ClassVar[Any]
     tolerance = 0.0
     exact_peak = True
+    runs_sharded = False
+    runs_compiled_parts = False
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
         """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""

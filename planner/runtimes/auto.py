@@ -196,6 +196,7 @@ class _Auto(StartsCalls):
     calls = AutoRuntime
     name = "auto"
     summary = "graph; parts or modules where the model cannot be captured; regional with several ranks"
+    runs_sharded = True
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False

@@ -132,6 +132,7 @@ class _Inductor(Compiles):
     calls = InductorRuntime
     name = "inductor"
     summary = "the same graphs compiled by Inductor: the peak is counted in the code that it writes"
+    runs_compiled_parts = True
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False

@@ -161,6 +161,7 @@ class _InductorBlocks(Compiles, Regional):
     calls = CompiledBlocksRuntime
     name = "inductor_blocks"
     summary = "every repeated block compiled by Inductor, the rest eager: for DDP and FSDP2"
+    runs_compiled_parts = True
 
     @staticmethod
     def compiler(partition: PartitionFunction) -> Any:

@@ -266,6 +266,8 @@ class _Modules(StartsCalls):
     calls = ModulesRuntime
     name = "modules"
     summary = "the model itself, with chosen modules under torch.utils.checkpoint: no capture"
+    runs_sharded = True
+    runs_compiled_parts = True
     plan = staticmethod(plan_eager)
 
 

@@ -408,6 +408,7 @@ class Regional(StartsCalls):
     calls = RegionalRuntime
     name = "regional"
     summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
+    runs_sharded = True
     compiler: Compiler = staticmethod(aot_backend)
     """What blocks are captured for."""
 
