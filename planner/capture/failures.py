@@ -22,6 +22,9 @@ _CULPRIT = re.compile(
 )
 """What Dynamo could not follow, where it names that by one word."""
 
+_NOT_BOUND = "failed to bind arguments"
+"""What Dynamo says of a call that the function called does not take."""
+
 _FAILS = "the forward of {} fails: {}{}"
 _NOT_ONE_GRAPH = "{} cannot be captured as one graph: {}{}"
 _ON_DATA = "what it runs depends on data"
@@ -44,6 +47,8 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         elif raised := _RAISED.search(f"{error} {cause}"):
             reason = f"{raised['kind']}: {raised['message']}"
+        elif isinstance(error, Unsupported) and isinstance(cause, TypeError) and _NOT_BOUND in reason:
+            reason = in_one_line(cause)
         elif isinstance(error, Unsupported):
             problem = _NOT_ONE_GRAPH
             if unit := sharded_inside(model):

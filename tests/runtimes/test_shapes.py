@@ -288,6 +288,17 @@ def test_a_forward_raises_its_own_error(runtime: str, capfd: pytest.CaptureFixtu
     assert not capfd.readouterr().err
 
 
+@pytest.mark.parametrize("runtime", ["auto", "graph", "modules"])
+@pytest.mark.parametrize(("more", "named"), [((1,), {}), ((), {"wight": 1})])
+def test_arguments_that_the_forward_does_not_take_raise_its_own_error(
+    runtime: str, more: tuple[int, ...], named: dict[str, int]
+) -> None:
+    with pytest.raises(TypeError) as plain:
+        Picky()(rows(), *more, **named)
+    with pytest.raises(TypeError, match=re.escape(str(plain.value))):
+        wrap(Picky(), runtime=runtime)(rows(), *more, **named)
+
+
 def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
     model = wrap()

@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -289,6 +290,19 @@ def test_not_a_model() -> None:
         planner.plan(lambda x: x, data(), budget="60%")
     with pytest.raises(UsageError):
         planner.auto_wrap(3, budget="60%")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "by its name .* not as SGD"),
+        ({"time_limit_seconds": "5"}, "a number above 0 s, not '5'"),
+        ({"time_limit_seconds": 0}, "a number above 0 s, not 0"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        planner.auto_wrap(Model(), data(), budget="90%", **wrong)
 
 
 def test_unknown_names() -> None:
