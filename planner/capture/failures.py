@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from planner.capture.fake_internals import without_meta_logs
+from planner.capture.fake_internals import without_logs_of_errors
 from planner.capture.parallel import sharded_inside
 from planner.capture.provenance import is_library, short_path
 from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
@@ -34,7 +34,7 @@ _ON_DATA = "what it runs depends on data"
 def explain_failures(model: nn.Module) -> Iterator[None]:
     """Turn what Dynamo and AOTAutograd raise into a :class:`CaptureError` of one line."""
     try:
-        with without_meta_logs():
+        with without_logs_of_errors():
             yield
     except TorchDynamoException as error:
         inner = getattr(error, "inner_exception", None)
