@@ -446,6 +446,7 @@ class Backend:
             )
             joints.append(captured)
             _check_strided(captured)
+            _check_apart(captured)
             if programs is not None:
                 return programs.captured(captured)
             forward, backward = backend.partition(captured)
@@ -496,6 +497,12 @@ def _check_strided(joint: JointGraph) -> None:
             raise UnsupportedModelError(
                 f"{node.target}{f' ({source})' if source else ''} makes a sparse tensor, whose memory depends on data"
             )
+
+
+def _check_apart(joint: JointGraph) -> None:
+    """Raise an UnsupportedModelError where AOTAutograd takes one tensor for several that are views of it."""
+    if not joint.varies and len(joint.placeholders) < len(joint.inputs):
+        raise UnsupportedModelError("it writes into one of several inputs that share memory: pass copies, x.clone()")
 
 
 def _under(assumed: Sequence[Assumption | Branches], run: Callable[..., Any]) -> Callable[..., Any]:
