@@ -126,7 +126,7 @@ class Reading(Stack):
         share = self.read(x.detach() > 0) / x.numel()
         for block in self.blocks:
             x = x + nn.functional.dropout(block(x) * share, 0.1)
-        return mean_square(x)
+        return mean_square(x) * self.read(x.detach() > 1)
 
 
 READ: dict[str, Callable[[torch.Tensor], int | float]] = {
