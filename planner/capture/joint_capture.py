@@ -34,7 +34,7 @@ from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
-from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, plainly
+from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
 from planner.capture.put_back import put_back
 from planner.capture.random_states import random_states_kept
@@ -486,7 +486,8 @@ class _SharedCapture(Backend):
 def _takes_numbers(graph_module: fx.GraphModule) -> bool:
     """Whether a program takes numbers that change, which Dynamo passes as tensors."""
     items = graph_module.graph.find_nodes(op="call_method", target="item")
-    return any(isinstance(n.meta.get("example_value"), torch.SymFloat) and n.args[0].op == "placeholder" for n in items)
+    read = [node.args[0] for node in items if isinstance(node.meta.get("example_value"), torch.SymFloat)]
+    return any(node.op == "placeholder" and may_stand_in(node.meta.get("example_value")) for node in read)
 
 
 def _check_strided(joint: JointGraph) -> None:

@@ -116,7 +116,9 @@ class ProgramsBySize:
                 "with effects"
             )
         if computes_with_data(joint.graph):  # what is saved is one number, that of the program
-            raise UnsupportedModelError("its sizes vary, and it computes with a number that it reads from a tensor")
+            raise UnsupportedModelError(
+                "its sizes or numbers vary, and it computes with a number that it reads from a tensor"
+            )
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)
         self._changing = [at for at, n in placeholders if is_number(n) and symbol_of(n.meta["val"]) not in deciding]
@@ -181,12 +183,12 @@ class ProgramsBySize:
 def _stand_in(joint: JointGraph) -> Halves:
     """Return two graph modules with the outputs of a forward and of a backward, and one saved number."""
     forward_outputs, backward_outputs = joint.outputs
-    number = next(node for held in (is_symbolic, _is_passed) for node in joint.placeholders if held(node.meta["val"]))
+    number = next(node for held in (is_symbolic, may_stand_in) for node in joint.placeholders if held(node.meta["val"]))
     forward = _outline(joint, joint.placeholders, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
 
 
-def _is_passed(held: Any) -> bool:
+def may_stand_in(held: Any) -> bool:
     """Whether this may be a number that changes, for which Dynamo passes a tensor: tracing may have pinned it."""
     return isinstance(held, torch.Tensor) and not held.dim() and held.dtype == torch.float64
 

@@ -148,6 +148,27 @@ def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str)
     assert planner.plan_of(model).runtime == "graph"
 
 
+class Warming(Stack):
+    """Scales its loss by how many steps there were, which a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(x) * (float(self.steps) / 10)
+
+
+def test_a_number_that_is_read_from_a_buffer_is_none_that_is_given() -> None:
+    model = Warming()
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    for count in (1024, 1024, 512, 1024):
+        assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
+        assert planner.plan_of(model).runtime == "graph"
+
+
 class Checking(Stack):
     """Checks a number that it reads from a tensor, and computes nothing with it."""
 
