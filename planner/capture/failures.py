@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from planner.capture.fake_internals import without_meta_logs
+from planner.capture.fake_internals import without_logs_of_errors
 from planner.capture.parallel import sharded_inside
 from planner.capture.provenance import is_library, short_path
 from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
@@ -22,6 +22,9 @@ _CULPRIT = re.compile(
 )
 """What Dynamo could not follow, where it names that by one word."""
 
+_NOT_BOUND = "failed to bind arguments"
+"""What Dynamo says of a call that the function called does not take."""
+
 _FAILS = "the forward of {} fails: {}{}"
 _NOT_ONE_GRAPH = "{} cannot be captured as one graph: {}{}"
 _ON_DATA = "what it runs depends on data"
@@ -31,7 +34,7 @@ _ON_DATA = "what it runs depends on data"
 def explain_failures(model: nn.Module) -> Iterator[None]:
     """Turn what Dynamo and AOTAutograd raise into a :class:`CaptureError` of one line."""
     try:
-        with without_meta_logs():
+        with without_logs_of_errors():
             yield
     except TorchDynamoException as error:
         inner = getattr(error, "inner_exception", None)
@@ -44,6 +47,8 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         elif raised := _RAISED.search(f"{error} {cause}"):
             reason = f"{raised['kind']}: {raised['message']}"
+        elif isinstance(error, Unsupported) and isinstance(cause, TypeError) and _NOT_BOUND in reason:
+            reason = in_one_line(cause)
         elif isinstance(error, Unsupported):
             problem = _NOT_ONE_GRAPH
             if unit := sharded_inside(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,16 +45,25 @@ def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
 
 
+_SAID_TWICE = {
+    fake_tensor.__name__: "failed while attempting to run meta",
+    "torch._dynamo.exc": "Backend compiler exception",
+}
+"""What loggers of torch's write of what they also raise, by how it begins."""
+
+
 @contextmanager
-def without_meta_logs() -> Iterator[None]:
-    """Leave out of the log what an operator on fake tensors raises: whoever asked for the operator gets it raised."""
-    logger = logging.getLogger(fake_tensor.__name__)
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("failed while attempting to run meta")
-
-    logger.addFilter(is_other)
+def without_logs_of_errors() -> Iterator[None]:
+    """Leave out of the log what tracing raises: whoever asked for it gets it raised."""
+    filters = {logging.getLogger(name): partial(_is_other, begins) for name, begins in _SAID_TWICE.items()}
+    for logger, is_other in filters.items():
+        logger.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(is_other)
+        for logger, is_other in filters.items():
+            logger.removeFilter(is_other)
+
+
+def _is_other(begins: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(begins)

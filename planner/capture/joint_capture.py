@@ -34,7 +34,7 @@ from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
-from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, plainly
+from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
 from planner.capture.put_back import put_back
 from planner.capture.random_states import random_states_kept
@@ -446,6 +446,7 @@ class Backend:
             )
             joints.append(captured)
             _check_strided(captured)
+            _check_apart(captured)
             if programs is not None:
                 return programs.captured(captured)
             forward, backward = backend.partition(captured)
@@ -485,7 +486,8 @@ class _SharedCapture(Backend):
 def _takes_numbers(graph_module: fx.GraphModule) -> bool:
     """Whether a program takes numbers that change, which Dynamo passes as tensors."""
     items = graph_module.graph.find_nodes(op="call_method", target="item")
-    return any(isinstance(n.meta.get("example_value"), torch.SymFloat) and n.args[0].op == "placeholder" for n in items)
+    read = [node.args[0] for node in items if isinstance(node.meta.get("example_value"), torch.SymFloat)]
+    return any(node.op == "placeholder" and may_stand_in(node.meta.get("example_value")) for node in read)
 
 
 def _check_strided(joint: JointGraph) -> None:
@@ -496,6 +498,12 @@ def _check_strided(joint: JointGraph) -> None:
             raise UnsupportedModelError(
                 f"{node.target}{f' ({source})' if source else ''} makes a sparse tensor, whose memory depends on data"
             )
+
+
+def _check_apart(joint: JointGraph) -> None:
+    """Raise an UnsupportedModelError where AOTAutograd takes one tensor for several that are views of it."""
+    if not joint.varies and len(joint.placeholders) < len(joint.inputs):
+        raise UnsupportedModelError("it writes into one of several inputs that share memory: pass copies, x.clone()")
 
 
 def _under(assumed: Sequence[Assumption | Branches], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from planner.capture.parallel import has_several_ranks
-from planner.capture.put_back import put_back
+from planner.capture.put_back import put_back, written_back
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
+from planner.capture.trees import tensors_in
 from planner.errors import ForwardError, UsageError
 
 _OWN_GRAPHS = (
@@ -104,7 +105,7 @@ def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return
     own_call = functools.partial(call_implementation(module), *args, **kwargs)
     try:
-        with put_back(module), torch.no_grad():
+        with put_back(module), written_back([*module.parameters(), *tensors_in((args, kwargs))]), torch.no_grad():
             own_call()
         return
     except Exception:

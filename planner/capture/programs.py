@@ -18,7 +18,7 @@ from torch import fx
 
 from planner.capture.expressions import symbol_of
 from planner.capture.joint import JointGraph
-from planner.capture.symbolic import at_sizes, is_number, is_symbolic, symbols_of_sizes
+from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbols_of_sizes
 from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbolic_kernels
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
@@ -115,6 +115,10 @@ class ProgramsBySize:
                 "its sizes vary, and it is given tensors that are made of several (of a subclass), or runs operators "
                 "with effects"
             )
+        if computes_with_data(joint.graph):  # what is saved is one number, that of the program
+            raise UnsupportedModelError(
+                "its sizes or numbers vary, and it computes with a number that it reads from a tensor"
+            )
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)
         self._changing = [at for at, n in placeholders if is_number(n) and symbol_of(n.meta["val"]) not in deciding]
@@ -179,12 +183,12 @@ class ProgramsBySize:
 def _stand_in(joint: JointGraph) -> Halves:
     """Return two graph modules with the outputs of a forward and of a backward, and one saved number."""
     forward_outputs, backward_outputs = joint.outputs
-    number = next(node for held in (is_symbolic, _is_passed) for node in joint.placeholders if held(node.meta["val"]))
+    number = next(node for held in (is_symbolic, may_stand_in) for node in joint.placeholders if held(node.meta["val"]))
     forward = _outline(joint, joint.placeholders, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
 
 
-def _is_passed(held: Any) -> bool:
+def may_stand_in(held: Any) -> bool:
     """Whether this may be a number that changes, for which Dynamo passes a tensor: tracing may have pinned it."""
     return isinstance(held, torch.Tensor) and not held.dim() and held.dtype == torch.float64
 

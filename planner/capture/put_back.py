@@ -10,17 +10,19 @@ import functools
 import gc
 import sys
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.capture.inputs import Inputs
 from planner.capture.random_states import random_states_kept
-from planner.capture.torch_internals import FakeTensor, storage_id
+from planner.capture.torch_internals import FakeTensor, call_implementation, storage_id, written_arguments
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _LINK = "_lru_list_elem"
@@ -55,6 +57,47 @@ def put_back(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def written_by(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
+    """Return the parameters and inputs that a call without gradients writes into, as they were and are again."""
+    with put_back(model), written_back([*model.parameters(), *inputs.tensors()]) as written, torch.no_grad():
+        call_implementation(model)(*inputs.args, **inputs.kwargs)
+    return [tensor for tensor, _ in written]
+
+
+@contextmanager
+def written_back(tensors: Iterable[torch.Tensor]) -> Iterator[Sequence[tuple[torch.Tensor, torch.Tensor]]]:
+    """Undo what a step with data writes into tensors: parameters, and what it is given.
+
+    A tensor is copied before it is written into for the first time: what is only read takes no memory. Tensors and
+    copies are given as they come.
+    """
+    writes = _Writes(tensors)
+    try:
+        with writes:
+            yield writes.before
+    finally:
+        with torch.no_grad():
+            for tensor, before in writes.before:
+                tensor.copy_(before)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self._at[storage_id(tensor)].append(tensor)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for written in written_arguments(function, args, kwargs):
+            if written.layout is torch.strided:
+                self.before += [(one, one.detach().clone()) for one in self._at.pop(storage_id(written), ())]
+        return function(*args, **kwargs)
 
 
 def _containers(model: nn.Module) -> list[Any]:

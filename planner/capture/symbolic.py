@@ -79,6 +79,19 @@ def is_number(placeholder: fx.Node) -> bool:
     return all(user.target is _NUMBER_IN and is_symbolic(user.meta.get("val")) for user in placeholder.users)
 
 
+def computes_with_data(graph: fx.Graph) -> bool:
+    """Whether an operation on tensors takes a number that the forward reads from a tensor of its own."""
+    read: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_symbolic(node.meta.get("val")) or node.op == "placeholder":
+            continue
+        sources = node.all_input_nodes
+        is_given = sources[0].op == "placeholder" and is_number(sources[0])
+        if (node.target is _NUMBER_IN and not is_given) or not read.isdisjoint(sources):
+            read.add(node)
+    return any(user.meta.get("val") is not None for node in read for user in node.users if user not in read)
+
+
 def symbols_of_sizes(graph: fx.Graph) -> set[Any]:
     """Return the symbols that decide how tensors are laid out."""
     tensors = [leaf for node in graph.nodes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
@@ -249,7 +262,7 @@ class _AtSizes:
             self._put(node, values[0])
             return
         result = target(*values, **keywords)
-        if is_symbolic(node.meta.get("val")):
+        if is_symbolic(node.meta.get("val")) and not is_symbolic(result):  # data, not sizes, decide what still is one
             self._put(node, result)
         else:
             self._adopt(node, self.graph.call_function(target, args, kwargs), result)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 
 from planner.errors import UsageError
 
@@ -31,8 +32,9 @@ class SolveLimits:
     """Told of all work in seconds, by whoever asks for one solve after the other."""
 
     def __post_init__(self) -> None:
-        if not (self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds)):
-            raise UsageError(f"time limit must be above 0 s, not {self.time_limit_seconds}")
+        limit = self.time_limit_seconds
+        if not (isinstance(limit, Real) and limit > 0 and math.isfinite(limit)):
+            raise UsageError(f"time limit must be a number above 0 s, not {limit!r}")
 
     def clock(self) -> Clock:
         """Start to count."""

@@ -136,7 +136,9 @@ OPTIMIZERS = (
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse a name that is not known, by a UsageError that lists the near ones, and all."""
+    """Refuse what is no name, or none that is known, by a UsageError that lists the near ones, and all."""
+    if not isinstance(name, str):
+        raise UsageError(f"the optimizer is given by its name ('adamw'), not as {type(name).__name__}")
     if name not in OPTIMIZERS:
         hint = did_you_mean(name.lower(), OPTIMIZERS, write=str)
         raise UsageError(f"unknown optimizer {name!r}: {hint}known are {', '.join(OPTIMIZERS)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from numbers import Real
 
 from planner.errors import UsageError
 
@@ -32,10 +33,10 @@ def parse_size(size: Size, *, whole_bytes: int | None = None) -> int:
     >>> parse_size("1.5GiB"), parse_size("2 GB"), parse_size("50%", whole_bytes=1000)
     (1610612736, 2000000000, 500)
     """
-    if isinstance(size, bool) or not isinstance(size, (int, float, str)):
+    if isinstance(size, bool) or not isinstance(size, (Real, str)):
         raise UsageError(f"a size must be a number or text, not {type(size).__name__}: {_HINT}")
-    if isinstance(size, (int, float)):
-        value = int(size) if isinstance(size, int) or math.isfinite(size) else -1
+    if isinstance(size, Real):  # numpy's numbers too
+        value = int(size) if math.isfinite(size) else -1
     elif len(size) > 64:
         raise UsageError(f"cannot read size {size[:16]!r}...: {_HINT}")
     elif percent := _PERCENT.fullmatch(size):

@@ -17,7 +17,8 @@ from torch import nn
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.planned_call import as_its_class
+from planner.capture.planned_call import as_its_class, parts_as_written
+from planner.capture.put_back import written_by
 from planner.capture.random_states import RandomStates
 from planner.capture.torch_internals import call_implementation, calling
 from planner.capture.trees import leaf_tensors
@@ -73,7 +74,7 @@ def verify(
     options, chosen = options_of(plan, loss), runtimes.get(plan.runtime)
     unbounded_bytes = 4 * max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)  # code may hold more than the graph
     one_piece = None
-    with _restored(model) as start:
+    with _restored(model, inputs) as start:
         step = _Step(model, inputs, loss_fn)
         planned = chosen.start(model, options, plan=plan, replan=False)
         baseline = chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes)))
@@ -261,9 +262,10 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _ModelState:
-    """Buffers, gradients and random state, so that both ways start from the same."""
+    """Buffers, gradients, random state and what a step writes into, so that both ways start from the same."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, written: Sequence[torch.Tensor]) -> None:
+        self.written = [(tensor, tensor.detach().clone()) for tensor in written]
         self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.random_states = RandomStates()
 
@@ -271,14 +273,17 @@ class _ModelState:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])
+            for tensor, before in self.written:
+                tensor.copy_(before)
         model.zero_grad(set_to_none=True)
         self.random_states.restore()
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[_ModelState]:
+def _restored(model: nn.Module, inputs: Inputs) -> Iterator[_ModelState]:
     """Let steps begin without gradients, and leave the model as it was; give what every step begins with."""
-    state = _ModelState(model)
+    with as_its_class(model), parts_as_written(model):
+        state = _ModelState(model, written_by(model, inputs))
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     try:

@@ -89,9 +89,9 @@ def joined(
     """Join operations to what made an input that they may write over, in O(operations + reads).
 
     For an operation ``may_overwrite`` names the inputs whose memory its one result can take: of the same layout, and
-    of memory that the step made. It does so where it alone reads one, both are of one phase, and its other inputs are
-    there before that one is made; it then runs right after that. ``like`` is what came of the same operations with
-    values of other sizes: mostly the same, and then not written anew.
+    of memory that the step made. It does so where it alone reads one, both are of one phase, and whatever must run
+    before it does so before that one is made; it then runs right after that. ``like`` is what came of the same
+    operations with values of other sizes: mostly the same, and then not written anew.
     """
     joining = _Joining(graph, costs)
     for index in sorted(may_overwrite):
@@ -121,6 +121,7 @@ class _Joining:
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost]) -> None:
         self.graph, self.costs = graph, costs
         self.maker = list(graph.producer)
+        self.runs_with = list(range(len(graph.operations)))
         self.parts = [[index] for index in range(len(graph.operations))]
         self.over: dict[int, int] = {}
         self.touched = [{*operation.inputs, *operation.outputs} for operation in graph.operations]
@@ -136,6 +137,8 @@ class _Joining:
         others = [u for u in operation.inputs if u != value]
         if any(self.maker[u] >= first for u in others):
             return False
+        if any(self.runs_with[earlier] > first for earlier in (graph.runs_after or {}).get(index, ())):
+            return False
         # What the backward has made waits there anyway.
         waiting = {u for u in others if graph.operations[graph.producer[u]].phase is Phase.BACKWARD}
         before, workspace = self.touched[first] | waiting, self.workspaces[first]
@@ -146,7 +149,7 @@ class _Joining:
     def join(self, index: int, value: int) -> None:
         first, operation = self.maker[value], self.graph.operations[index]
         (result,) = operation.outputs
-        self.over[index], self.maker[result] = value, first
+        self.over[index], self.maker[result], self.runs_with[index] = value, first, first
         self.parts[first] += self.parts[index]
         self.parts[index] = []
         self.touched[first] = (self.touched[first] | {*operation.inputs, result}) - {value}

@@ -15,7 +15,7 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
 from planner.capture.joint_capture import fake_mode, is_fake, run_without_data
-from planner.capture.put_back import put_back
+from planner.capture.put_back import put_back, written_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensorMode, call_implementation
 from planner.capture.trees import mapped
@@ -116,7 +116,7 @@ def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: A
         if is_fake(model):
             raise _failed(error) from error
     try:
-        with put_back(model):
+        with put_back(model), written_back([*model.parameters(), *inputs.tensors()]):
             # What the model saves waits on the host: without a plan it may not fit the device.
             with torch.enable_grad(), torch.autograd.graph.save_on_cpu():
                 outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)

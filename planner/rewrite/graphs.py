@@ -21,6 +21,7 @@ from planner.capture.cuda_graph_internals import run_again, run_and_save
 from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
+from planner.capture.symbolic import is_symbolic
 from planner.capture.torch_internals import (
     OpOverload,
     SavedForBackwardsAOTOutput,
@@ -65,7 +66,8 @@ def extract_fwd_bwd(
     ``over`` names, for operations that write over an input, the value whose place their result takes: nobody reads it
     after them. ``draws`` are the functions that run a random operation, and run it again. The graphs have the
     signatures that AOTAutograd expects of a partition: the forward gives its outputs and then what it saves; the
-    backward takes what was saved and then the tangents.
+    backward takes what was saved and then the tangents. Saved numbers come last in the forward, and first in the
+    backward.
     """
     boundary = schedule.order.index(lowered.graph.loss_index)
     forward_outputs, _ = lowered.joint.outputs
@@ -89,10 +91,13 @@ def extract_fwd_bwd(
 
     results = [forward.resolve_output(node) for node in forward_outputs]
     tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
+    numbers = [node for node in backward.taken if is_symbolic(node.meta["val"])]
+    of_numbers = [(forward.resolve(node), backward.taken.pop(node)) for node in numbers]
     saved = [
         *((forward.resolve(node), taken) for node, taken in backward.taken.items()),
         *((forward.states[index], taken) for index, taken in backward.taken_states.items()),
         *((forward.places[value], taken) for value, taken in backward.taken_places.items()),
+        *of_numbers,
     ]
     forward.graph.output((*results, *(node for node, _ in saved)))
     forward.graph.output_node().meta["desc"] = [
@@ -103,7 +108,8 @@ def extract_fwd_bwd(
     backward.graph.output_node().meta["desc"] = backward_descriptors
     if REST in lowered.joint.graph.output_node().meta:
         backward.graph.output_node().meta[REST] = lowered.joint.graph.output_node().meta[REST]
-    for taken in reversed([*(taken for _, taken in saved), *tangents]):
+    tensors = saved[: len(saved) - len(of_numbers)]
+    for taken in reversed([*(taken for _, taken in (*of_numbers, *tensors)), *tangents]):
         next(iter(backward.graph.nodes)).prepend(taken)
     root = lowered.joint.module
     return (

@@ -139,3 +139,27 @@ def test_what_cannot_be_taken_back_is_said() -> None:
 
     with pytest.warns(UserWarning, match="Hidden keeps tensors of a step that was recorded without data"):
         record(Hidden(), Inputs((torch.randn(4, 8),), {}))
+
+
+class Writing(nn.Module):
+    """Draws a frozen copy after its weights, and writes into what it is given; its sizes are known with data only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.after = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.after.weight.lerp_(self.layers[0].weight, 0.5)
+            x.mul_(0.5)
+        y = self.after(self.layers(x))
+        return y[y > 0].square()
+
+
+@pytest.mark.parametrize("runtime", ["auto", "modules", "parts"])
+def test_weights_and_inputs_that_a_step_with_data_writes_into_are_as_before(runtime: str) -> None:
+    model, x = Writing(), torch.randn(16, 8)
+    before = [tensor.clone() for tensor in (*model.parameters(), x)]
+    planner.plan(model, x, activation_budget="100%", loss_fn=torch.Tensor.mean, runtime=runtime, time_limit_seconds=1)
+    assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
+import numpy
 import pytest
 
 from planner.common.units import format_bytes, format_percent, format_seconds, parse_size
@@ -26,6 +27,8 @@ from planner.errors import UsageError
         (4096, 4096),
         (4096.9, 4096),
         (2**70, 2**70),
+        (numpy.int64(4096), 4096),
+        (numpy.float32(4096.5), 4096),
         ("9007199254740993", 9007199254740993),  # no float in between
     ],
 )

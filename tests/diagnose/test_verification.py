@@ -89,3 +89,25 @@ def test_inside_a_profiler_a_step_cannot_be_measured() -> None:
     with torch.profiler.profile(), pytest.raises(UsageError, match="one is on already"):
         planner.verify(model, x, plan, timed_steps=1)
     assert planner.verify(model, x, plan, timed_steps=1).agrees
+
+
+class Following(nn.Module):
+    """Draws a frozen copy after its weights in each step, and writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.after = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.after.weight.lerp_(self.mix.weight, 0.5)
+        x.mul_(0.5)
+        return torch.tanh(self.after(self.mix(x))).square().sum()
+
+
+def test_steps_that_write_into_weights_and_inputs_all_begin_with_the_same() -> None:
+    model, x = Following(), torch.randn(64, 16)
+    before = [tensor.clone() for tensor in (*model.parameters(), x)]
+    plan = planner.plan(model, x, budget="100%", compare=False)
+    assert planner.verify(model, x, plan, timed_steps=1).exact
+    assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))

@@ -36,6 +36,17 @@ def overwriting(seed: int) -> tuple[TrainingGraph, tuple[OperationCost, ...], di
     return replace(graph, values=tuple(values)), costs, may
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_must_run_before_a_joined_operation_still_does(seed: int) -> None:
+    graph, costs, may = overwriting(seed)
+    draw = random.Random(seed)
+    later = [index for index in range(2, len(graph.operations)) if draw.random() < 0.5]
+    runs_after = {index: tuple(sorted(draw.sample(range(index), 2))) for index in later}
+    found = joined(replace(graph, runs_after=runs_after), may, costs)
+    place = {part: (index, nth) for index, parts in enumerate(found.parts) for nth, part in enumerate(parts)}
+    assert all(place[before] < place[index] for index, earlier in runs_after.items() for before in earlier)
+
+
 def peak_in_turn(
     graph: TrainingGraph, costs: tuple[OperationCost, ...], schedule: Schedule, over: Mapping[int, int]
 ) -> int:

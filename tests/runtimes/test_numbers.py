@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -112,6 +113,81 @@ def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest
         hold_peak(model, rows(2048))
         assert planner.plan_of(model).runtime == "graph"
     assert not [str(warning.message) for warning in recwarn if "'modules'" in str(warning.message)]
+
+
+class Reading(Stack):
+    """Scales what each block adds by a number that it reads from a tensor of its own, as a count of labels is."""
+
+    def __init__(self, read: Callable[[torch.Tensor], int | float]) -> None:
+        super().__init__(3)
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.read(x.detach() > 0) / x.numel()
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x) * share, 0.1)
+        return mean_square(x) * self.read(x.detach() > 1)
+
+
+READ: dict[str, Callable[[torch.Tensor], int | float]] = {
+    "int": lambda positive: int(positive.sum()),
+    "float": lambda positive: float(positive.sum()),
+    "double": lambda positive: positive.double().sum().item(),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str) -> None:
+    model = Reading(READ[kind])
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    for count in (1024, 1024, 512, 768, 1024):
+        inputs = (rows(count),)
+        assert_same(train(plain, inputs), train(model, inputs))
+        hold_peak(model, inputs)
+    assert planner.plan_of(model).runtime == "graph"
+
+
+class Warming(Stack):
+    """Scales its loss by how many steps there were, which a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(x) * (float(self.steps) / 10)
+
+
+def test_a_number_that_is_read_from_a_buffer_is_none_that_is_given() -> None:
+    model = Warming()
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    for count in (1024, 1024, 512, 1024):
+        assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
+        assert planner.plan_of(model).runtime == "graph"
+
+
+class Checking(Stack):
+    """Checks a number that it reads from a tensor, and computes nothing with it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check((x.detach() > 0).sum().item() > 2)
+        return super().forward(x)
+
+
+def test_a_number_that_is_only_checked_is_one_at_all_sizes(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    caplog.set_level(logging.INFO, logger="planner")
+    model = Checking(3)
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    for count in (1024, 512, 768):
+        assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
+    assert len(caplog.records) == 2
+    assert not [str(warning.message) for warning in recwarn if "Raw Sym" in str(warning.message)]
 
 
 class Noting(Stack):

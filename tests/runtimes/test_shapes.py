@@ -258,9 +258,11 @@ class Picky(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
+        self.moved = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.moved += 1
         x = nn.functional.dropout(x, 0.1)
         if len(x) < 10:
             raise TooShortError(f"{len(x)} rows")
@@ -283,9 +285,20 @@ def test_a_forward_raises_its_own_error(runtime: str, capfd: pytest.CaptureFixtu
             except (TooShortError, RuntimeError) as error:
                 seen[one].append((type(error), str(error)))
                 assert one is plain or "fails" in error.__notes__[0]
-            seen[one] += [one.calls.item(), torch.get_rng_state().tolist()]
+            seen[one] += [one.calls.item(), one.moved.item(), torch.get_rng_state().tolist()]
     assert seen[model] == seen[plain]
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("runtime", ["auto", "graph", "modules"])
+@pytest.mark.parametrize(("more", "named"), [((1,), {}), ((), {"wight": 1})])
+def test_arguments_that_the_forward_does_not_take_raise_its_own_error(
+    runtime: str, more: tuple[int, ...], named: dict[str, int]
+) -> None:
+    with pytest.raises(TypeError) as plain:
+        Picky()(rows(), *more, **named)
+    with pytest.raises(TypeError, match=re.escape(str(plain.value))):
+        wrap(Picky(), runtime=runtime)(rows(), *more, **named)
 
 
 def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -266,3 +266,24 @@ def test_inputs_of_a_class_of_their_own_are_refused_with_the_way_out(runtime: st
     with pytest.raises(UnsupportedModelError, match=r"of the class Picture.*as_subclass\(torch\.Tensor\)"):
         model(picture)
     model(picture.as_subclass(torch.Tensor)).sum().backward()
+
+
+class Margin(nn.Module):
+    """Ends in a loss whose derivative torch does not trace with symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return nn.functional.multi_margin_loss(self.layers(x), classes)
+
+
+def test_what_cannot_be_symbols_is_captured_at_each_size_without_a_log(
+    captures: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = wrapped(Margin())
+    for rows in (64, 48, 32):
+        step(model, (torch.randn(rows, WIDTH), torch.randint(4, (rows,))))
+    assert planner.plan_of(model).runtime == "graph"
+    assert "Backend compiler exception" not in capfd.readouterr().err

@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from planner.errors import (
     InfeasibleBudgetError,
     PlanFileError,
     PlanMismatchError,
+    UnsupportedModelError,
     UsageError,
 )
 
@@ -289,6 +291,36 @@ def test_not_a_model() -> None:
         planner.plan(lambda x: x, data(), budget="60%")
     with pytest.raises(UsageError):
         planner.auto_wrap(3, budget="60%")
+
+
+class WritesInto(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.add_(1.0)
+        return self.mix(x).square().mean()
+
+
+def test_views_of_each_other_that_a_forward_writes_into_are_refused_with_the_way_out() -> None:
+    x = torch.randn(16, 8)
+    with pytest.raises(UnsupportedModelError, match="inputs that share memory: pass copies"):
+        planner.plan(WritesInto(), (x, x.view(-1)), budget="100%", runtime="graph")
+    assert planner.plan(WritesInto(), (x, x.clone()), budget="100%", runtime="graph").runtime == "graph"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "by its name .* not as SGD"),
+        ({"time_limit_seconds": "5"}, "a number above 0 s, not '5'"),
+        ({"time_limit_seconds": 0}, "a number above 0 s, not 0"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        planner.auto_wrap(Model(), data(), budget="90%", **wrong)
 
 
 def test_unknown_names() -> None:

@@ -28,7 +28,7 @@ from planner.capture.joint_capture import Captures, Partition, differentiable_ou
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.planned_call import parts_as_written
 from planner.capture.provenance import kinds_of
-from planner.capture.put_back import put_back
+from planner.capture.put_back import put_back, written_back
 from planner.capture.random_states import RandomStates
 from planner.capture.storages import Run
 from planner.capture.torch_internals import Compiler, FakeTensor, aot_backend, call_implementation, other_state
@@ -323,7 +323,7 @@ class Step:
             parts_as_written(self.model),
             forwards(replacing),
             recorder.modules() if recorder else nullcontext(),
-            nullcontext() if self.is_real else self._without_data(),
+            written_back(self.known) if self.is_real else self._without_data(),
             torch.enable_grad(),
             recorder or nullcontext(),
         ):

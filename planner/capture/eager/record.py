@@ -15,7 +15,7 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
-from planner.capture.fake_internals import without_meta_logs
+from planner.capture.fake_internals import without_logs_of_errors
 from planner.capture.forwards import forwards
 from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -24,7 +24,7 @@ from planner.capture.joint_capture import is_fake, is_without_data, mode_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel import has_distributed_tensors, units_of
 from planner.capture.planned_call import parts_run_as_they_are
-from planner.capture.put_back import forget, put_back
+from planner.capture.put_back import forget, put_back, written_back
 from planner.capture.torch_internals import (
     FakeTensor,
     call_implementation,
@@ -136,7 +136,7 @@ def _recorded(
     with nullcontext() if real else mode:
         recorder = Recorder(mode, EngineSums(known[0].device))
     masking = masking_of(model, inputs)
-    with put_back(model), without_meta_logs(), parts_run_as_they_are(), ExitStack() as following:
+    with put_back(model), without_logs_of_errors(), parts_run_as_they_are(), ExitStack() as following:
         units = {module: UnitCalls(unit.path, unit.modules) for unit in units_of(model) for module in unit.modules}
         for name, module in model.named_modules():
             if module in units:
@@ -148,7 +148,8 @@ def _recorded(
                 following.enter_context(calling(module, partial(recorder.call, name, call_implementation(module))))
         recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
         if real:
-            _step(recorder, model, state, inputs, loss, gradients)
+            with written_back([*state.values(), *inputs.tensors()]):
+                _step(recorder, model, state, inputs, loss, gradients)
         else:
             twins = {id(t): t if is_without_data(t) else mode.from_tensor(t) for t in state.values()}
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
