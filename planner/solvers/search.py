@@ -48,6 +48,10 @@ _ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
 _CROSSED = 0.6
 """So much shorter is a round that starts from a plan."""
 
+_HARD_MOVES, _HARD_PRICES = (4, 10, 36), (1e2, 1e6)
+"""Where from nothing no plan is found: moves for each operation of a round from a plan, and what a byte over the budget
+costs as it begins, at least and at most. A round that failed leaves a price at which the next one goes nowhere."""
+
 _YOUNG_SHARE = 0.35
 """Share of the time at most until members of a population are crossed, even where there are few."""
 
@@ -250,8 +254,11 @@ class _Rounds:
         while not self.population.is_exhausted and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
-            length = int(moves_each * (_CROSSED if start else 1.0)) * count
-            self.cool(start, top, length, clock, is_over)
+            moves = int(moves_each * (_CROSSED if start else 1.0))
+            if start and self.is_hard:
+                moves = self.random.choice(_HARD_MOVES)
+                self.state.real[self.kernels.WEIGHT] = self.between(*_HARD_PRICES)
+            self.cool(start, top, moves * count, clock, is_over)
             if not start:
                 self.is_hard = math.isinf(self.state.real[self.kernels.BEST])
             self.take_in(incumbent)
@@ -272,7 +279,7 @@ class _Rounds:
         it starts from nothing, or mostly from the best where that is near the bound, or from nothing none is found:
         plans of another kind are then none to look for. After that two are crossed.
         """
-        population, warm = self.population, float(_WARM * (_WARMER / _WARM) ** self.random.random())
+        population, warm = self.population, self.between(_WARM, _WARMER)
         if population.members and self.number and self.random.random() < _COPIED:
             copy = population.copied(self.repeats, len(self.state.count), self.reruns.slots)
             if copy is not None:
@@ -284,6 +291,10 @@ class _Rounds:
                 return population.best.keys, _WARM if self.number == 0 else warm
             return (), _HOT
         return population.crossed(), warm
+
+    def between(self, least: float, most: float) -> float:
+        """Draw a number of any order of magnitude."""
+        return float(least * (most / least) ** self.random.random())
 
     def cool(self, start: Sequence[int], top: float, moves: int, clock: Clock, is_over: Callable[[], bool]) -> None:
         """Anneal from a set of reruns, with so many moves."""

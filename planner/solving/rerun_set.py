@@ -77,27 +77,25 @@ class RerunSet:
         self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
         self.state.real[kernels.WEIGHT] = 1.0
         self.state.real[kernels.BEST] = math.inf
+        own = slots * np.arange(count) + slots - 1
+        dying_bytes = zeros(count)
+        for u, value in enumerate(graph.values):
+            if not value.retained:
+                dying_bytes[graph.readers[u][-1] if graph.readers[u] else graph.producer[u]] += value.size_bytes
+        live_bytes = np.array(problem.baseline.timeline_bytes, np.int64)
+        self.without = own * count + np.arange(count), live_bytes, dying_bytes, own
+        """What a set without reruns has for the runs: keys, bytes, those that go after each, and slots."""
+        self.excess_without = int(np.maximum(live_bytes - problem.budget_bytes, 0).sum())
         self.reset(())
 
     def reset(self, keys: Iterable[int]) -> None:
         """Make the set of reruns exactly these."""
-        state, kernels, problem = self.state, self.kernels, self.problem
-        graph, slots = problem.graph, self.slots
-        count = len(graph.operations)
-        timeline = problem.baseline.timeline_bytes
-        own = [slots * index + slots - 1 for index in range(count)]
-        state.keys[:count] = [slot * count + index for index, slot in enumerate(own)]
-        state.live_bytes[:count] = timeline
-        state.dying_bytes[:count] = 0
-        for u, value in enumerate(graph.values):
-            if not value.retained:
-                last = graph.readers[u][-1] if graph.readers[u] else graph.producer[u]
-                state.dying_bytes[last] += value.size_bytes
-        state.slots[:, 0] = own
+        state, kernels, count = self.state, self.kernels, len(self.problem.graph.operations)
+        state.keys[:count], state.live_bytes[:count], state.dying_bytes[:count], state.slots[:, 0] = self.without
         state.count[:] = 1
         state.whole[kernels.RUNS] = count
         state.whole[kernels.RERUNS] = 0
-        state.whole[kernels.EXCESS] = sum(max(live - problem.budget_bytes, 0) for live in timeline)
+        state.whole[kernels.EXCESS] = self.excess_without
         state.real[kernels.COST] = 0.0
         kernels.add_all(self.tables, state, import_module("numpy").array(sorted(set(keys)), dtype="int64"))
 
