@@ -30,7 +30,7 @@ from planner.solving.mending import mended
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
 from planner.solving.population import MANY, Member, Population
 from planner.solving.repeats import Repeats
-from planner.solving.rerun_set import RerunSet, slots_needed
+from planner.solving.rerun_set import RerunSet
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs
@@ -314,14 +314,14 @@ class _Rounds:
         known_seconds = self.population.least * self.reruns.unit_seconds
         if incumbent.schedule is not None and incumbent.added_seconds < known_seconds * (1 - 1e-9):
             if not self.reruns.can_be(incumbent.schedule, self.problem.budget_bytes):
-                self.widen(slots_needed(incumbent.schedule))
+                self.widen(incumbent.schedule)
             keys = tuple(self.reruns.keys_of(incumbent.schedule))
             self.population.enter(Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
 
-    def widen(self, slots: int) -> None:
-        """Give each operation so many slots."""
+    def widen(self, schedule: Schedule) -> None:
+        """Make room for a schedule."""
         narrow = self.reruns
-        self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=slots)
+        self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=narrow.slots, room_for=schedule)
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
         self.population.rewrite(lambda keys: self.reruns.keys_of(narrow.schedule(keys)))
 

@@ -30,8 +30,6 @@ _unsigned: Any = int if numba is None else numba.uintp
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Array = Any  # of numpy, which comes with numba
 
-COPIES_AT_MOST = 96
-"""How often one operation may run."""
 CHANGES_AT_MOST = 400
 """How many reruns one move may add and remove."""
 
@@ -327,7 +325,7 @@ def add_all(tables: Tables, state: State, keys: Array) -> None:
     count = len(state.count)
     for key in keys:
         operation = int(key % count)
-        if state.count[operation] < COPIES_AT_MOST and state.whole[RERUNS] < len(state.reruns):
+        if state.count[operation] < state.slots.shape[1] and state.whole[RERUNS] < len(state.reruns):
             add(tables, state, int(key // count), operation)
 
 
@@ -356,7 +354,7 @@ def _change(tables: Tables, state: State, slot: int, operation: int) -> bool:
         return False
     if there:
         remove(tables, state, slot, operation)
-    elif state.count[operation] < COPIES_AT_MOST and state.whole[RERUNS] < len(state.reruns):
+    elif state.count[operation] < state.slots.shape[1] and state.whole[RERUNS] < len(state.reruns):
         add(tables, state, slot, operation)
     else:
         return False

@@ -14,7 +14,7 @@ from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving.mending import mended
-from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
+from planner.solving.rerun_set import SLOTS, RerunSet
 
 _STEP = 2e-3
 """By so much of itself a budget that was kept is lowered."""
@@ -117,7 +117,7 @@ def _annealed(
     slots, temperature = kind
     reruns = RerunSet(problem, seed, slots=slots)
     if not reruns.can_be(schedule, (1 + _LOST) * from_bytes):
-        reruns = RerunSet(problem, seed, slots=max(slots, slots_needed(schedule)))
+        reruns = RerunSet(problem, seed, slots=slots, room_for=schedule)
     state, kernels = reruns.state, reruns.kernels
     reruns.reset(reruns.keys_of(schedule))
     state.real[kernels.WEIGHT] = _WEIGHT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable
 from importlib import import_module
 from operator import ge
@@ -18,9 +19,21 @@ _MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 _SECONDS_AT_ONCE = 0.1
 """About how long kernels run: after that they must wait for other threads, which then have the interpreter."""
 
+_COPIES, _RUNS, _MORE_RUNS = 96, 8, 256
+"""How often one operation may run, unless more is needed; and how many reruns there may be, for each and beside."""
+
+_SPARE = 2
+"""Where a schedule needs more than that, there is room for so many times what it needs."""
+
 SLOTS = 4
 """Slots of each operation, unless more are needed: how often what runs again before it may go back in base order, and
 one."""
+
+
+def _room(schedule: Schedule | None) -> tuple[int, int]:
+    """Return how often one operation may run, and how many reruns there may be, for moves from a schedule. O(runs)."""
+    runs = Counter(schedule.order if schedule is not None else ())
+    return _SPARE * max(runs.values(), default=0), _SPARE * (runs.total() - len(runs))
 
 
 def slots_needed(schedule: Schedule) -> int:
@@ -30,14 +43,17 @@ def slots_needed(schedule: Schedule) -> int:
 
 
 class RerunSet:
-    """A set of reruns, changed at random by :mod:`planner.solving.annealing`, and the cheapest within the budget."""
+    """A set of reruns, changed at random by :mod:`planner.solving.annealing`, and the cheapest within the budget.
 
-    def __init__(self, problem: Problem, seed: int, *, slots: int = SLOTS) -> None:
+    With ``room_for`` it can be what becomes of that schedule, and has room to move from there.
+    """
+
+    def __init__(self, problem: Problem, seed: int, *, slots: int = SLOTS, room_for: Schedule | None = None) -> None:
         from planner.solving import annealing as kernels
 
         np: Any = import_module("numpy")
         self.problem = problem = merged(problem)
-        self.kernels, self.slots = kernels, slots
+        self.kernels, self.slots = kernels, max(slots, slots_needed(room_for) if room_for is not None else 0)
         self.random = random.Random(seed)
         graph, costs = problem.graph, problem.costs
         count = len(graph.operations)
@@ -48,7 +64,7 @@ class RerunSet:
         self.moves_at_once = int(_SECONDS_AT_ONCE / self.move_seconds)
         """Between two looks at the clock."""
         self.tables = _tables(problem, kernels, self.unit_seconds)
-        capacity = 8 * count + 256
+        copies, capacity = map(max, _room(room_for), (_COPIES, _RUNS * count + _MORE_RUNS))
 
         def zeros(size: int | tuple[int, int]) -> Any:
             return np.zeros(size, np.int64)
@@ -60,8 +76,8 @@ class RerunSet:
             kept_keys=zeros(count + capacity),
             kept_live_bytes=zeros(count + capacity),
             kept_dying_bytes=zeros(count + capacity),
-            slots=zeros((count, kernels.COPIES_AT_MOST)),
-            places=zeros((count, kernels.COPIES_AT_MOST)),
+            slots=zeros((count, copies)),
+            places=zeros((count, copies)),
             count=zeros(count),
             reruns=zeros(capacity),
             best=zeros(1 + capacity),
@@ -73,11 +89,11 @@ class RerunSet:
             real=np.zeros(3),
         )
         self.state.whole[kernels.BUDGET] = problem.budget_bytes
-        self.state.whole[kernels.SLOTS] = slots
+        self.state.whole[kernels.SLOTS] = self.slots
         self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
         self.state.real[kernels.WEIGHT] = 1.0
         self.state.real[kernels.BEST] = math.inf
-        own = slots * np.arange(count) + slots - 1
+        own = self.slots * np.arange(count) + self.slots - 1
         dying_bytes = zeros(count)
         for u, value in enumerate(graph.values):
             if not value.retained:
@@ -100,7 +116,7 @@ class RerunSet:
         kernels.add_all(self.tables, state, import_module("numpy").array(sorted(set(keys)), dtype="int64"))
 
     def keys_of(self, schedule: Schedule) -> list[int]:
-        """Return the set of reruns of a schedule; some are lost if it needs more slots: see :func:`slots_needed`.
+        """Return the set of reruns of a schedule; some are lost if it needs more slots.
 
         What rises in base order shares a slot.
         """
@@ -124,7 +140,10 @@ class RerunSet:
         return Schedule.with_recomputations(self.problem.graph, before)
 
     def can_be(self, schedule: Schedule, most_bytes: float) -> bool:
-        """Say whether what becomes of a schedule here takes no more than so much."""
+        """Say whether what becomes of a schedule here takes no more than so much, with room to move from there."""
+        copies, runs = _room(schedule)
+        if copies > self.state.slots.shape[1] or runs > len(self.state.reruns):
+            return False
         return self.problem.evaluate(self.schedule(self.keys_of(schedule))).peak_bytes <= most_bytes
 
     def best(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import math
 import random
 import sys
 import time
@@ -50,7 +51,9 @@ def assert_agrees_with_the_simulator(annealing: RerunSet) -> None:
     runs = int(state.whole[kernels.RUNS])
     assert tuple(int(key) % len(problem.costs) for key in state.keys[:runs]) == schedule.order
     assert tuple(state.live_bytes[:runs].tolist()) == evaluation.timeline_bytes
-    assert state.real[kernels.COST] * annealing.unit_seconds == pytest.approx(evaluation.recompute_seconds, abs=1e-12)
+    assert state.real[kernels.COST] * annealing.unit_seconds == pytest.approx(
+        evaluation.recompute_seconds, abs=1e-12, rel=1e-14
+    )
     over = [max(live - problem.budget_bytes, 0) for live in evaluation.timeline_bytes]
     assert state.whole[kernels.EXCESS] == sum(over)
 
@@ -153,10 +156,22 @@ def test_any_schedule_can_be_loaded_with_slots_enough(pace: Callable[[int], int]
         free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable]
         before = {index: rng.choices([o for o in free if o < index] or [0], k=rng.randrange(12)) for index in (6, 9)}
         schedule = Schedule.with_recomputations(problem.graph, before if free and free[0] < 6 else {})
-        annealing = RerunSet(problem, seed, slots=slots_needed(schedule))
+        annealing = RerunSet(problem, seed, room_for=schedule)
         annealing.reset(annealing.keys_of(schedule))
         assert annealing.schedule(reruns(annealing)) == schedule
         assert_agrees_with_the_simulator(annealing)
+
+
+def test_a_schedule_that_runs_most_of_the_step_again_and_again_has_room(pace: Callable[[int], int]) -> None:
+    problem = at(oracle.random_graph(3, operations=10), 0.7)
+    free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable and o < 9]
+    schedule = Schedule.with_recomputations(problem.graph, {9: free * (pace(800) // 4)})
+    assert not RerunSet(problem, 0, slots=len(schedule.order)).can_be(schedule, math.inf)
+    annealing = RerunSet(problem, 0, room_for=schedule)
+    annealing.reset(annealing.keys_of(schedule))
+    assert annealing.schedule(reruns(annealing)) == schedule
+    assert annealing.can_be(schedule, problem.evaluate(schedule).peak_bytes)
+    assert_agrees_with_the_simulator(annealing)
 
 
 def dear_first(pairs: int = 6) -> Problem:
