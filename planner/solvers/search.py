@@ -48,9 +48,9 @@ _ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
 _CROSSED = 0.6
 """So much shorter is a round that starts from a plan."""
 
-_HARD_MOVES, _HARD_PRICES = (4, 10, 36), (1e2, 1e6)
+_HARD_MOVES, _HARD_PRICES = (4, 10, 36), (1e4, 1e12)
 """Where from nothing no plan is found: moves for each operation of a round from a plan, and what a byte over the budget
-costs as it begins, at least and at most. A round that failed leaves a price at which the next one goes nowhere."""
+costs as it begins, at least and at most. At the most, which a round that failed leaves, none goes far from its plan."""
 
 _YOUNG_SHARE = 0.35
 """Share of the time at most until members of a population are crossed, even where there are few."""
