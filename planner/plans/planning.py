@@ -16,7 +16,7 @@ from planner.findings.finding import Finding
 from planner.findings.rules import examine
 from planner.findings.step_rules import BOTTLENECKS
 from planner.findings.subject import CapturedStep, Subject
-from planner.ir.checkpoints import Region
+from planner.ir.checkpoints import Region, nothing_unread
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
 from planner.ir.layers import find_layers
@@ -360,7 +360,7 @@ def _no_plan_fits(
 ) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
+    proven_bytes = min(map(proven_lowest, in_orders_tried(replace(problem, graph=nothing_unread(graph)))))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
@@ -368,7 +368,8 @@ def _no_plan_fits(
             lowest_known.say(problem, error.lowest)
     proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
-    none_below = f"; no plan needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
+    none = "plan" if problem.regions is None else "choice of modules"
+    none_below = f"; no {none} needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
     budget, smallest = (
         format_bytes(budget_bytes),
         f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below})",
