@@ -287,6 +287,8 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             return function(*args, **kwargs)
         if any(map(is_spread, types)):
             return NotImplemented  # it is computed with local tensors, and that is seen
+        if self.sums.is_taken_over(function, args):
+            return args[0]
         if self.sums.is_in_place(function, args):
             function = torch.ops.aten.add_.Tensor
         return self.watch(function, args, kwargs)
