@@ -36,6 +36,7 @@ from planner.capture.torch_internals import (
     written_arguments,
 )
 from planner.capture.trees import leaf_tensors, sparse_in, tensors_in
+from planner.capture.types_of_kernels import refuse_types
 from planner.common.units import round_up
 
 
@@ -295,6 +296,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down."""
+        refuse_types(function, args, kwargs)
         result = as_kernel_gives(function, args, kwargs, self.run(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result

@@ -22,6 +22,7 @@ from planner.errors import (
     InfeasibleBudgetError,
     PlanFileError,
     PlanMismatchError,
+    PlannerError,
     UnsupportedModelError,
     UsageError,
 )
@@ -258,6 +259,18 @@ def test_a_lazy_module_is_called_once_before_it_is_planned() -> None:
 def test_inputs_on_another_device() -> None:
     with pytest.raises(UsageError, match="meta"):
         planner.plan(Model(), data().to("meta"), budget="60%")
+
+
+@pytest.mark.parametrize("runtime", ["auto", "graph", "modules"])
+def test_types_that_kernels_refuse_are_refused_as_in_eager(runtime: str) -> None:
+    """Fake tensors let them pass, and so the plan was made, and failed inside."""
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    with pytest.raises(CaptureError, match=r"(must have the same|mixed) dtype.*test_api\.py:\d+"):
+        planner.plan(Model(), x, budget="80%", runtime=runtime)
+    wrapped = planner.auto_wrap(Model(), budget="80%", runtime=runtime)
+    with pytest.raises(RuntimeError, match="mixed dtype") as raised:  # eager's own: its norms refuse them first
+        wrapped(x)
+    assert not isinstance(raised.value, PlannerError)
 
 
 def test_a_forward_that_fails() -> None:
