@@ -71,6 +71,14 @@ def test_what_was_known_after_half_of_the_time_is_told() -> None:
     assert incumbent.solution().halfway_added_seconds == 0.0
 
 
+def test_a_gap_that_rounding_made_is_none() -> None:
+    told: list[str] = []
+    incumbent = Incumbent(replace(PROBLEM, budget_bytes=PROBLEM.baseline.peak_bytes), told.append)
+    incumbent.raise_bound(1e-9)
+    incumbent.update(Schedule.keep_all(GRAPH), "test")
+    assert told and all("-0.00" not in line for line in told)
+
+
 def test_a_search_tells_it_of_itself_and_the_same_every_time() -> None:
     graph, costs = resnet_like(10)
     whole = Problem(graph=graph, costs=costs, budget_bytes=0)
