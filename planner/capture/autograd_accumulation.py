@@ -3,6 +3,8 @@
 Where a value is used several times, autograd's engine adds the gradients that come from its uses. It adds into the
 first where nobody else holds that (``can_accumulate_inplace`` of torch's ``input_buffer.cpp``), and never while a
 dispatch mode watches. So a recorded step would show a new tensor for each such sum, that a step of its own lacks.
+Likewise a parameter takes over a sparse gradient that nobody else holds (``accumulate_grad.h``), and gets a copy where
+a dispatch mode watches.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -18,11 +21,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.torch_internals import (
+    accumulates_gradient,
     is_called_by_engine,
     is_dense,
     references,
     storage_id,
+    strided_parts,
     takes_boxed_gradients,
+    uses,
 )
 
 aten = torch.ops.aten
@@ -114,6 +120,14 @@ class EngineSums:
         held, added = args
         is_alike = (held.shape, held.dtype) == (added.shape, added.dtype)
         return is_alike and is_dense(held) and references(held) == self._alone
+
+    def is_taken_over(self, function: Any, args: Sequence[Any]) -> bool:
+        """Whether a call that is being dispatched copies a sparse gradient that its parameter would take unwatched."""
+        if function is not aten.clone.default or args[0].layout is not torch.sparse_coo or not accumulates_gradient():
+            return False
+        # Beside the engine our hook on the node holds it; in Python the arguments, the tensor itself, and the question.
+        is_alone = self._alone is not None and uses(args[0]) == self._alone[0] + 1 and getrefcount(args[0]) <= 3
+        return is_alone and all(part.is_contiguous() for part in strided_parts(args[0]))
 
     def _begins(self, *_gradients: Any) -> None:
         self._is_between = False

@@ -56,6 +56,7 @@ from planner.capture.torch_internals import (
     storage_id,
 )
 from planner.capture.tracing_internals import Answers, answering, drawing, is_drawn_on_host
+from planner.capture.types_of_kernels import types_as_kernels_take
 from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
@@ -236,8 +237,8 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quietly = nothing_beside()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), quietly, drawing(), deciding, _at_work(work):
+        quiet, typed = nothing_beside(), types_as_kernels_take()
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, drawing(), deciding, typed, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:

@@ -36,6 +36,7 @@ from planner.capture.torch_internals import (
     written_arguments,
 )
 from planner.capture.trees import leaf_tensors, sparse_in, tensors_in
+from planner.capture.types_of_kernels import refuse_types
 from planner.common.units import round_up
 
 
@@ -287,12 +288,15 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             return function(*args, **kwargs)
         if any(map(is_spread, types)):
             return NotImplemented  # it is computed with local tensors, and that is seen
+        if self.sums.is_taken_over(function, args):
+            return args[0]
         if self.sums.is_in_place(function, args):
             function = torch.ops.aten.add_.Tensor
         return self.watch(function, args, kwargs)
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down."""
+        refuse_types(function, args, kwargs)
         result = as_kernel_gives(function, args, kwargs, self.run(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result

@@ -762,6 +762,12 @@ def number_at_work() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def accumulates_gradient() -> bool:
+    """Whether the engine gives a leaf its gradient now."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
 def takes_boxed_gradients(node: Any) -> bool:
     """Whether a function of Python's is given its gradients in a list that it may empty."""
     return bool(getattr(getattr(node, "_forward_cls", None), "boxed_grads_call", False))
@@ -774,5 +780,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def references(tensor: torch.Tensor) -> tuple[int, int]:
     """Return how often a tensor, and how often its storage, is referred to."""
+    return uses(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def uses(tensor: torch.Tensor) -> int:
+    """Return how often a tensor is referred to; Python does so once, however often it does."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -12,7 +12,7 @@ from planner.capture.inputs import Inputs, LossFunction, check_module
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.common.units import Size
 from planner.diagnose.observe import observe
-from planner.errors import CaptureError, RuntimeUnsupportedError
+from planner.errors import CaptureError, ForwardError, RuntimeUnsupportedError
 from planner.findings import checkpoint_rules, model_rules, step_rules
 from planner.findings.finding import Diagnosis
 from planner.findings.rules import examine
@@ -62,6 +62,8 @@ def check(
     ------
     UsageError
         If an argument is wrong.
+    CaptureError
+        If the forward itself fails, as for an argument that it does not take.
 
     Examples
     --------
@@ -80,6 +82,9 @@ def check(
     try:
         step = _step(model, inputs, options, loss_fn)
     except (CaptureError, RuntimeUnsupportedError) as error:
+        kind = seen.unseen.partition(":")[0]
+        if isinstance(error, ForwardError) and kind and f"{kind}:" in str(error):
+            raise  # it fails without a capture too, and likewise
         not_captured = str(error)
     subject = replace(
         seen,

@@ -1,20 +1,47 @@
-"""Why a plan pays more than its proven bound: for which of the two time ran out, and what more of it would buy."""
+"""What a plan pays more than it might have to.
+
+Why it is more than the proven bound: for which of the two time ran out, and what more of it would buy. And that a
+larger budget would save much, where a plan costs more than the whole step.
+"""
 
 from __future__ import annotations
 
 from planner.common.limits import SolveLimits
-from planner.common.units import format_percent
+from planner.common.units import format_bytes, format_percent
 from planner.findings.finding import Finding
 from planner.ir.problem import Problem, Solution
 from planner.ir.simulator import Evaluation
 
 GAP = "gap-to-bound"
+PRICE = "dearer-than-the-step"
 
 _WORTH_SAYING = 0.005
 """From so large a gap on, as a share of the step, it is explained."""
 
 _MOVED = 0.1
 """By so much of the gap a plan or a bound must have moved to count as moving."""
+
+
+def price_finding(problem: Problem, evaluation: Evaluation, smallest_bytes: int | None) -> Finding | None:
+    """Say that a plan, of which this is the simulation, costs more than the step without it; None if it does not.
+
+    ``smallest_bytes`` is the smallest budget of the whole device for which a plan is known, if that was asked for.
+    """
+    step_seconds = max(problem.baseline.seconds, 1e-12)
+    if evaluation.added_seconds <= step_seconds:
+        return None
+    near = ""
+    if smallest_bytes is not None:
+        above = (problem.budget_bytes + problem.graph.total_static_bytes) / max(smallest_bytes, 1) - 1
+        near = f", with {format_percent(max(above, 0.0))} more than the smallest budget known to be feasible, "
+        near += format_bytes(smallest_bytes)
+    return Finding(
+        rule=PRICE,
+        evidence=f"the plan takes {1 + evaluation.added_seconds / step_seconds:.1f} times as long as the step without "
+        f"it{near}",
+        cause="so near the smallest budget a few percent of it save much time, or cost much",
+        fix="raise the budget a little: 'what-if' (planner.what_if) shows what each one costs",
+    )
 
 
 def gap_finding(problem: Problem, solution: Solution, evaluation: Evaluation, limits: SolveLimits) -> Finding | None:

@@ -16,7 +16,7 @@ from planner.findings.finding import Finding
 from planner.findings.rules import examine
 from planner.findings.step_rules import BOTTLENECKS
 from planner.findings.subject import CapturedStep, Subject
-from planner.ir.checkpoints import Region
+from planner.ir.checkpoints import Region, nothing_unread
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
 from planner.ir.layers import find_layers
@@ -29,7 +29,7 @@ from planner.plans.allocator import OPTIMIZER_STEP, optimizer_peak_bytes, reserv
 from planner.plans.arena import arena_of
 from planner.plans.baselines import baseline_rows
 from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
-from planner.plans.gap import gap_finding
+from planner.plans.gap import gap_finding, price_finding
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
@@ -49,8 +49,10 @@ _SHORTER = 4
 """By what the time for a search is divided that comes after another."""
 
 
-def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits) -> Iterator[Finding]:
-    """Look for what limits a plan, of which this is the simulation."""
+def _warnings(
+    problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits, smallest_bytes: int | None
+) -> Iterator[Finding]:
+    """Look for what limits a plan, of which this is the simulation; see :func:`price_finding`."""
     offloads = solution.schedule.offloads
     if lossy := [offload for offload in offloads if offload.lossy]:
         size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
@@ -66,6 +68,8 @@ def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution, limi
         return
     step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
     yield from examine(Subject(step=step), BOTTLENECKS)
+    if (price := price_finding(problem, evaluation, smallest_bytes)) is not None:
+        yield price
     if (gap := gap_finding(problem, solution, evaluation, limits)) is not None:
         yield gap
 
@@ -221,6 +225,7 @@ def plan_from_solution(
                 "values": value_table(problem, schedule) if problem.regions is None else None,
             }
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
+    smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
     plan = Plan(
         model=graph.name,
@@ -234,7 +239,7 @@ def plan_from_solution(
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
-        minimum_feasible_peak_bytes=max(lowest_bytes, optimizer_bytes),
+        minimum_feasible_peak_bytes=smallest_bytes,
         proven_minimum_peak_bytes=proven_bytes,
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
@@ -256,7 +261,7 @@ def plan_from_solution(
         if order
         else None,
         warnings=(
-            *_warnings(problem, evaluation, solution, limits or SolveLimits()),
+            *_warnings(problem, evaluation, solution, limits or SolveLimits(), smallest_bytes if compare else None),
             *reserve_warnings(problem, reserved, static_memory),
             *origin.warnings,
         ),
@@ -360,7 +365,7 @@ def _no_plan_fits(
 ) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
+    proven_bytes = min(map(proven_lowest, in_orders_tried(replace(problem, graph=nothing_unread(graph)))))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
@@ -368,7 +373,8 @@ def _no_plan_fits(
             lowest_known.say(problem, error.lowest)
     proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
-    none_below = f"; no plan needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
+    none = "plan" if problem.regions is None else "choice of modules"
+    none_below = f"; no {none} needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
     budget, smallest = (
         format_bytes(budget_bytes),
         f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below})",

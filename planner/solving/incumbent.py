@@ -92,7 +92,7 @@ class Incumbent:
             return
         self._told = now
         self._progress(
-            f"best {now[0]:.2%} ({self.solver}), bound {now[1]:.2%}, gap {100 * (now[0] - now[1]):.2f} points"
+            f"best {now[0]:.2%} ({self.solver}), bound {now[1]:.2%}, gap {100 * max(0.0, now[0] - now[1]):.2f} points"
         )
 
     @staticmethod

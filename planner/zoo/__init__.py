@@ -187,19 +187,24 @@ def _from_factory(specification: str, made: Any) -> ZooModel:
 
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
         length = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
-        raise refused(f"it returned a {type(made).__name__}{length}")
+        raise refused(f"it returned {_kind(made)}{length}")
     model, inputs, loss_fn = made if len(made) == 3 else (*made, None)
     if not isinstance(model, torch.nn.Module):
-        raise refused(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        raise refused(f"the model is {_kind(model)}, not a torch.nn.Module")
     if not (loss_fn is None or callable(loss_fn)):
-        raise refused(f"the loss function is a {type(loss_fn).__name__}, which cannot be called")
+        raise refused(f"the loss function is {_kind(loss_fn)}, which cannot be called")
     if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
         return ZooModel(name=specification, model=model, example_kwargs=dict(inputs), loss_fn=loss_fn)
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list)):
-        raise refused(f"the example inputs are a {type(inputs).__name__}, not a tensor, tuple or dict of names")
+        raise refused(f"the example inputs are {_kind(inputs)}, not a tensor, tuple or dict of names")
     return ZooModel(name=specification, model=model, example_args=tuple(inputs), loss_fn=loss_fn)
+
+
+def _kind(made: Any) -> str:
+    name = type(made).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 @contextmanager

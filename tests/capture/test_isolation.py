@@ -94,6 +94,14 @@ def test_a_refusal_names_what_cannot_be_captured(culprit: str, recwarn: pytest.W
     assert not list(recwarn)
 
 
+def test_a_norm_that_counts_batches_is_named_with_the_way_out() -> None:
+    model = nn.Sequential(Stack(has_loss=False), nn.BatchNorm1d(rows().shape[1], momentum=None))
+    with pytest.raises(CaptureError, match=r"depends on data: 1 has momentum=None.*; set one"):
+        planner.plan(model, rows(), runtime="graph", **BUDGET)
+    model[1].momentum = 0.1
+    assert planner.plan(model, rows(), runtime="graph", **BUDGET).peak_bytes > 0
+
+
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
 def test_what_the_user_compiles_and_what_fails_leave_later_captures_alone() -> None:
     compiled = torch.compile(Stack(), backend="aot_eager", dynamic=True)

@@ -20,6 +20,7 @@ from torch.utils import checkpoint as checkpointing
 import cli
 import planner
 from planner.diagnose.check import RULES
+from planner.errors import CaptureError
 from planner.findings.finding import Diagnosis, Severity
 from planner.zoo.modules import MixtureOfExperts
 
@@ -462,3 +463,11 @@ def test_wrong_usage_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture
     assert cli.main(["check", *wrong]) == 2
     streams = capsys.readouterr()
     assert streams.out == "" and streams.err.startswith("error: ") and streams.err.count("\n") == 1
+
+
+def test_a_forward_that_fails_is_no_matter_of_the_capture() -> None:
+    model = Trained(nn.Linear(8, 8))
+    with pytest.raises(CaptureError, match="TypeError: "):
+        planner.check(model, torch.randn(X), example_kwargs={"y": 1})
+    with pytest.raises(CaptureError, match=r"forward of Trained fails: RuntimeError"):
+        planner.check(model, torch.randn(16, 9))

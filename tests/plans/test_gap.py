@@ -10,7 +10,7 @@ from planner.common.limits import Clock, SolveLimits
 from planner.findings.finding import Finding
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.plans.gap import gap_finding
+from planner.plans.gap import gap_finding, price_finding
 from planner.solvers import solve
 from planner.solving.incumbent import Incumbent
 from tests.oracle import gpt_like, resnet_like
@@ -59,6 +59,18 @@ def test_small_gaps_need_no_word() -> None:
     assert explained(10.4, 0.0, 20.0) is None, "without a bound nothing is known"
 
 
+def test_a_plan_that_costs_more_than_the_step_is_said_to_be_near_the_smallest_budget() -> None:
+    dear = replace(PROBLEM.baseline, recompute_seconds=1.5 * STEP_SECONDS)
+    problem = replace(PROBLEM, budget_bytes=51 * 2**20 - GRAPH.total_static_bytes)
+    found = price_finding(problem, dear, 50 * 2**20)
+    assert found is not None and "what-if" in found.fix
+    assert found.evidence == (
+        "the plan takes 2.5 times as long as the step without it, with 2.0% more than the smallest budget known to be "
+        "feasible, 50.0 MiB"
+    )
+    assert price_finding(problem, replace(dear, recompute_seconds=0.9 * STEP_SECONDS), None) is None
+
+
 def test_what_was_known_after_half_of_the_time_is_told() -> None:
     incumbent = Incumbent(replace(PROBLEM, budget_bytes=PROBLEM.baseline.peak_bytes))
     incumbent.clock = Clock(10.0, counts_work=True)
@@ -69,6 +81,14 @@ def test_what_was_known_after_half_of_the_time_is_told() -> None:
     assert (found.halfway_added_seconds, found.halfway_bound_seconds) == (None, 1.0)
     incumbent.clock.work(6.0)
     assert incumbent.solution().halfway_added_seconds == 0.0
+
+
+def test_a_gap_that_rounding_made_is_none() -> None:
+    told: list[str] = []
+    incumbent = Incumbent(replace(PROBLEM, budget_bytes=PROBLEM.baseline.peak_bytes), told.append)
+    incumbent.raise_bound(1e-9)
+    incumbent.update(Schedule.keep_all(GRAPH), "test")
+    assert told and all("-0.00" not in line for line in told)
 
 
 def test_a_search_tells_it_of_itself_and_the_same_every_time() -> None:

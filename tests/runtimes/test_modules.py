@@ -36,7 +36,7 @@ from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
 from planner.solving.modules.variants import cheapest, variants_of
 from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import hold_peak
+from tests.runtimes.steps import hold_peak, wrap_and_hold
 
 
 class Mlp(nn.Module):
@@ -64,6 +64,21 @@ class Stack(nn.Module):
 class Branching(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x if looked_at(self, x) > 1e9 else -x)
+
+
+class Detached(nn.Module):
+    """A codec: what its encoder gives is rounded, so that no gradient comes back to the encoder."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(*(_layer() for _ in range(n))) for n in (depth, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x).round().detach()).square().mean()
+
+
+def _layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:
@@ -97,7 +112,9 @@ def test_numbers_that_autograd_keeps_are_counted() -> None:
     assert 64 * 8 < peak_bytes <= predicted_bytes <= peak_bytes + 70 * 64
 
 
-@pytest.mark.parametrize(("model", "x"), [(Stack(2), rows(16)), (Convolutions(2), images(2, size=8))])
+@pytest.mark.parametrize(
+    ("model", "x"), [(Stack(2), rows(16)), (Convolutions(2), images(2, size=8)), (Detached(2), rows(16))]
+)
 def test_the_programme_knows_what_the_simulator_finds(model: nn.Module, x: torch.Tensor) -> None:
     problem, regions = problem_of(model, x)
     variants = variants_of(regions, problem.graph, problem.costs)
@@ -129,6 +146,17 @@ def bytes_with(need: Need, chosen: Collection[int]) -> int:
         if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
             there += size
     return there
+
+
+def test_what_no_backward_reads_is_let_go_of_at_no_cost() -> None:
+    plan = wrap_and_hold(Detached(), (rows(512),), activation_budget="60%", runtime="modules")
+    assert plan.overhead == 0
+    assert modules_of(plan)
+
+
+def test_errors_say_of_what_a_smallest_budget_is_proven() -> None:
+    with pytest.raises(InfeasibleBudgetError, match=r"no choice of modules needs less than [\d.]+ KiB\)"):
+        planner.plan(Stack(), rows(), activation_budget=1, runtime="modules")
 
 
 def test_the_choice_is_the_best_of_all() -> None:

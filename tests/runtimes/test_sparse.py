@@ -8,7 +8,7 @@ from torch import nn
 
 import planner
 from planner.errors import UnsupportedModelError
-from tests.runtimes.steps import wrap_and_hold
+from tests.runtimes.steps import hold_peak, step, wrap_and_hold
 
 WIDTH = 128
 
@@ -65,6 +65,17 @@ def test_steps_keep_the_plan_and_eagers_bits(model: nn.Module, inputs: tuple[tor
     plan = wrap_and_hold(model, inputs, activation_budget="75%")
     assert plan.runtime in ("modules", "parts")
     assert plan.overhead > 0
+
+
+@pytest.mark.filterwarnings("ignore:what .* runs depends on data")
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_sparse_gradient_is_copied_where_autograd_copies_it(is_held: bool) -> None:
+    model, held = nn.Sequential(nn.Embedding(100, WIDTH, sparse=True), nn.Linear(WIDTH, 1)), []
+    if is_held:
+        model[0].weight.register_hook(lambda gradient: held.append(gradient))
+    planner.auto_wrap(model, activation_budget="100%", runtime="modules", loss_fn=torch.mean)
+    step(model, WORDS, torch.mean)
+    hold_peak(model, WORDS, loss_fn=torch.mean)
 
 
 def test_what_makes_a_graph_impossible_is_named() -> None:

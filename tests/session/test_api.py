@@ -22,6 +22,7 @@ from planner.errors import (
     InfeasibleBudgetError,
     PlanFileError,
     PlanMismatchError,
+    PlannerError,
     UnsupportedModelError,
     UsageError,
 )
@@ -260,6 +261,18 @@ def test_inputs_on_another_device() -> None:
         planner.plan(Model(), data().to("meta"), budget="60%")
 
 
+@pytest.mark.parametrize("runtime", ["auto", "graph", "modules"])
+def test_types_that_kernels_refuse_are_refused_as_in_eager(runtime: str) -> None:
+    """Fake tensors let them pass, and so the plan was made, and failed inside."""
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    with pytest.raises(CaptureError, match=r"(must have the same|mixed) dtype.*test_api\.py:\d+"):
+        planner.plan(Model(), x, budget="80%", runtime=runtime)
+    wrapped = planner.auto_wrap(Model(), budget="80%", runtime=runtime)
+    with pytest.raises(RuntimeError, match="mixed dtype") as raised:  # eager's own: its norms refuse them first
+        wrapped(x)
+    assert not isinstance(raised.value, PlannerError)
+
+
 def test_a_forward_that_fails() -> None:
     with pytest.raises(CaptureError, match=r"forward of Model fails.*test_api\.py:\d+"):
         planner.plan(Model(), torch.randn(8, WIDTH + 1), budget="60%")
@@ -268,8 +281,8 @@ def test_a_forward_that_fails() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyError("no such thing")
 
-    with pytest.raises(CaptureError, match=r"test_api\.py:\d+"):
-        planner.plan(Raises(), data(), budget="60%")
+    with pytest.raises(CaptureError, match=r"fails as Dynamo follows it: KeyError.*test_api\.py:\d+"):
+        planner.plan(Raises(), data(), budget="60%", runtime="graph")
 
 
 def test_data_dependent_python_is_named() -> None:

@@ -329,7 +329,7 @@ def test_user_model_by_absolute_path_under_fake_tensors(folder):
         ("mine.py:just_model", "it returned a Linear"),
         ("mine.py:many", "it returned a tuple of 4"),
         ("mine.py:no_model", "the model is a Tensor"),
-        ("mine.py:no_inputs", "the example inputs are a int"),
+        ("mine.py:no_inputs", "the example inputs are an int"),
         ("mine.py:bad_names", "the example inputs are a dict"),
         ("mine.py:bad_loss", "the loss function is a str"),
     ],
