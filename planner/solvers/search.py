@@ -48,9 +48,10 @@ _ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
 _CROSSED = 0.6
 """So much shorter is a round that starts from a plan."""
 
-_HARD_MOVES, _HARD_PRICES = (4, 10, 36), (1e4, 1e12)
-"""Where from nothing no plan is found: moves for each operation of a round from a plan, and what a byte over the budget
-costs as it begins, at least and at most. At the most, which a round that failed leaves, none goes far from its plan."""
+_STUCK, _STUCK_MOVES, _STUCK_PRICES = 4, (4, 10, 36), (1e4, 1e12)
+"""Where from nothing no plan is found, and so many rounds in a row brought nothing: moves for each operation of a round
+from a plan, and what a byte over the budget costs as it begins, at least and at most. At the most, which a round that
+failed leaves, none goes far from its plan."""
 
 _YOUNG_SHARE = 0.35
 """Share of the time at most until members of a population are crossed, even where there are few."""
@@ -255,9 +256,9 @@ class _Rounds:
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
             moves = int(moves_each * (_CROSSED if start else 1.0))
-            if start and self.is_hard:
-                moves = self.random.choice(_HARD_MOVES)
-                self.state.real[self.kernels.WEIGHT] = self.between(*_HARD_PRICES)
+            if start and self.is_hard and self.population.stale >= _STUCK:
+                moves = self.random.choice(_STUCK_MOVES)
+                self.state.real[self.kernels.WEIGHT] = self.between(*_STUCK_PRICES)
             self.cool(start, top, moves * count, clock, is_over)
             if not start:
                 self.is_hard = math.isinf(self.state.real[self.kernels.BEST])

@@ -145,7 +145,8 @@ class _Search:
         """Return the time above which a split is neither among the best nor the best of its engine."""
         if len(self.best) < self.question.most or engine not in self.of_engine:
             return float("inf")
-        return self.best[-1].step_seconds * (1 + 10.0 ** (1 - DIGITS))
+        slowest = max(self.best[-1].step_seconds, self.of_engine[engine].step_seconds)
+        return slowest * (1 + 10.0 ** (1 - DIGITS))
 
     def _estimate(self, way: Split) -> None:
         made = self.estimator.estimate(way)
