@@ -354,8 +354,8 @@ def auto_wrap(
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
-    chosen = runtimes.get(choose(model) if runtime == "auto" else runtime)
-    if not chosen.runs_compiled_parts and (parts := compiled_parts(model)):
+    first = runtimes.get(choose(model) if runtime == "auto" else runtime)
+    if not first.runs_compiled_parts and (parts := compiled_parts(model)):
         warnings.warn(
             f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
             "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or have each block "
