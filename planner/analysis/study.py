@@ -25,9 +25,10 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
 from planner.plans.blocks import whole_peak_bytes
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.gap import GAP, PRICE
 from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.planning import make_plan, make_problem, plan_from_solution
+from planner.plans.planning import make_plan, make_problem
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solvers.mixed import first_within, lowest_offloading, ranked

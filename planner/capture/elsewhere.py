@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from cost_models.devices import DeviceSpec
 from planner.capture.cuda_attention import attention_on
+from planner.capture.fake_internals import fake_calls_by
 from planner.capture.torch_internals import FakeTensor, FakeTensorMode, suggest_memory_format
 
 aten = torch.ops.aten
@@ -87,17 +87,16 @@ def results_of(elsewhere: Elsewhere | None) -> Iterator[None]:
     if elsewhere is None:
         yield
         return
-    dispatch = FakeTensorMode.dispatch
 
-    def there(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made: Any = dispatch(mode, func, types, args, kwargs or {})
-        if func is aten.cudnn_batch_norm.default:  # of which no fake kernel knows what it gives
+    def there(mode: FakeTensorMode, function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
+        made = go_on()
+        if function is aten.cudnn_batch_norm.default:  # of which no fake kernel knows what it gives
             return (made[0], *(_typed(mode, tensor, args[1].dtype) for tensor in made[1:3]), made[3])
-        return _as_on_cuda(mode, func, args, kwargs or {}, made) if func in _WITH_STATISTICS else made
+        return _as_on_cuda(mode, function, args, kwargs, made) if function in _WITH_STATISTICS else made
 
     token = _is_elsewhere.set(True)
     try:
-        with patch.object(FakeTensorMode, "dispatch", there):
+        with fake_calls_by(there):
             yield
     finally:
         _is_elsewhere.reset(token)

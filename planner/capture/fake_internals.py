@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_tensor
@@ -43,6 +44,18 @@ def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -
     with unset_fake_temporarily():
         real = function(*args, **kwargs)
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+@contextmanager
+def fake_calls_by(run: Callable[[FakeTensorMode, Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let every call on fake tensors be run by ``run``: it gets mode, operator, arguments, keywords, and the way on."""
+    dispatch = FakeTensorMode.dispatch
+
+    def by_run(mode: FakeTensorMode, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(mode, function, args, kwargs or {}, lambda: dispatch(mode, function, types, args, kwargs or {}))
+
+    with patch.object(FakeTensorMode, "dispatch", by_run):
+        yield
 
 
 _SAID_TWICE = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,9 +18,9 @@ from torch.utils import _pytree as pytree
 from planner.capture import operands
 from planner.capture.dropout import dropout
 from planner.capture.elsewhere import Elsewhere, is_elsewhere, results_of
+from planner.capture.fake_internals import fake_calls_by
 from planner.capture.torch_internals import (
     FakeTensor,
-    FakeTensorMode,
     OpOverload,
     eager_kernels,
     hint_of,
@@ -63,12 +62,11 @@ def layouts_of_kernels() -> Iterator[None]:
     on layouts that the step does not have, kernels that cannot tell (GroupNorm's backward on a CPU, up to torch 2.13)
     compute wrong gradients.
     """
-    dispatch = FakeTensorMode.dispatch
 
-    def as_kernel(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return as_kernel_gives(func, args, kwargs or {}, dispatch(mode, func, types, args, kwargs or {}))
+    def as_kernel(_mode: Any, function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
+        return as_kernel_gives(function, args, kwargs, go_on())
 
-    with patch.object(FakeTensorMode, "dispatch", as_kernel):
+    with fake_calls_by(as_kernel):
         yield
 
 

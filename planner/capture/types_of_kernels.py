@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.capture.torch_internals import FakeTensorMode, outside_tracing
+from planner.capture.fake_internals import fake_calls_by
+from planner.capture.torch_internals import outside_tracing
 from planner.capture.trees import tensors_in
 
 aten = torch.ops.aten
@@ -29,13 +29,12 @@ _OF_ONE_TYPE = {
 @contextmanager
 def types_as_kernels_take() -> Iterator[None]:
     """Let fake tensors refuse what kernels refuse, while a call is captured."""
-    dispatch = FakeTensorMode.dispatch
 
-    def as_kernel(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_types(func, args, kwargs or {})
-        return dispatch(mode, func, types, args, kwargs or {})
+    def as_kernel(_mode: Any, function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
+        refuse_types(function, args, kwargs)
+        return go_on()
 
-    with patch.object(FakeTensorMode, "dispatch", as_kernel):
+    with fake_calls_by(as_kernel):
         yield
 
 

@@ -26,12 +26,12 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight, passes
 from planner.plans.pipeline_stages import Stage
 from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.plan_file import SCHEMA
-from planner.plans.planning import plan_from_solution
 from planner.solvers import get
 from planner.solving.peak_bounds import lowest_schedule
 from planner.solving.segmentations import segmentations

@@ -11,9 +11,9 @@ from planner.ir.schedule import Schedule
 from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.blocks import whole_peak_bytes
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.module_choices import variants_in
 from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.planning import plan_from_solution
 
 OF_THE_GRAPH = ("assumes", "operations", "graph")
 """Keys of a fingerprint that say how a step was captured; the others say what of, and where."""

@@ -16,8 +16,8 @@ from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings.finding import Finding, Severity
 from planner.ir.schedule import Schedule
+from planner.plans.from_solution import with_comparison
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.planning import with_comparison
 from planner.session.step import Options, PlannedStep
 
 CodeT = TypeVar("CodeT")

@@ -31,8 +31,8 @@ from planner.ir.simulator import simulate
 from planner.measure.fusion import in_kernels
 from planner.measure.workspace import effort_for
 from planner.plans.block_kinds import with_few_kinds
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
-from planner.plans.planning import plan_from_solution
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled

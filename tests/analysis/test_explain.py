@@ -20,8 +20,8 @@ from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
-from planner.plans.planning import plan_from_solution
 from planner.plans.values import ValueRow, ValueTable, value_table
 from planner.report import render_explanation
 from tests.example_graphs import Builder, transformer

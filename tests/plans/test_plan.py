@@ -28,9 +28,9 @@ from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
 from planner.plans.baselines import every_nth_layer
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.liveness import anatomy_of_peak, placement
 from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin, Verification
-from planner.plans.planning import plan_from_solution
 from tests.example_graphs import Builder, transformer
 from tests.planned import make_plan, make_problem
 from tests.tiers import tiered

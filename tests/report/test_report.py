@@ -20,8 +20,8 @@ from planner.ir.graph import Phase
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import EagerStep, Plan, PlanOrigin, Verification
-from planner.plans.planning import plan_from_solution
 from planner.report import render
 from planner.report.style import compact_count
 from planner.report.verdict import verdict

@@ -21,7 +21,7 @@ from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_wi
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
-from planner.plans import planning
+from planner.plans import from_solution
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
@@ -215,9 +215,9 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
         return baseline_rows(*given)
 
     study_lowered, studies = step.study_lowered, []
-    baseline_rows, comparisons = planning.baseline_rows, []
+    baseline_rows, comparisons = from_solution.baseline_rows, []
     monkeypatch.setattr(step, "study_lowered", studied)
-    monkeypatch.setattr(planning, "baseline_rows", compared)
+    monkeypatch.setattr(from_solution, "baseline_rows", compared)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     plan = planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     assert plan.peak_bytes <= plan.budget_bytes

@@ -24,7 +24,7 @@ from planner.ir.host import Host, graph_for
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import simulate
-from planner.plans.planning import plan_from_solution
+from planner.plans.from_solution import plan_from_solution
 from planner.report import render
 from planner.rewrite import host_copies
 from planner.solving.offload_reduction import OffloadReduction

@@ -17,8 +17,8 @@ from planner.errors import ClaimMismatchError
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.simulator import Evaluation
+from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
-from planner.plans.planning import plan_from_solution
 from planner.solving import solution_cache
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer

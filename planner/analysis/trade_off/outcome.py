@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from planner.analysis.study import Study
 from planner.common.options import Budget, Offload, Search
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.planning import smallest_budget
+from planner.plans.smallest import smallest_budget
 
 ENOUGH = 5e-4
 """How near to its bound a plan need come, as a share of the step: half of what the last digit in a table stands for."""

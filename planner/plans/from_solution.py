@@ -1,0 +1,186 @@
+"""A solution written out as a plan, with all that a report says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from planner.common import timings
+from planner.common.limits import SolveLimits
+from planner.common.units import format_bytes
+from planner.findings.finding import Finding
+from planner.findings.rules import examine
+from planner.findings.step_rules import BOTTLENECKS
+from planner.findings.subject import CapturedStep, Subject
+from planner.ir.graph import TrainingGraph
+from planner.ir.layers import find_layers
+from planner.ir.order import in_own_order, moved, order_of
+from planner.ir.problem import Problem, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import Evaluation
+from planner.ir.static_memory import StaticMemory
+from planner.plans.allocator import optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
+from planner.plans.arena import arena_of
+from planner.plans.baselines import baseline_rows
+from planner.plans.blocks import whole_peak_bytes
+from planner.plans.gap import gap_finding, price_finding
+from planner.plans.liveness import anatomy_of_peak, locate_peak, placement
+from planner.plans.module_choices import with_choices
+from planner.plans.offload import offloading_of
+from planner.plans.plan import CapturedOrder, OperationRow, Plan, PlanOrigin
+from planner.plans.smallest import smallest_budgets
+from planner.plans.step_details import step_details
+from planner.plans.values import value_table
+
+
+def plan_from_solution(
+    problem: Problem,
+    solution: Solution,
+    *,
+    origin: PlanOrigin | None = None,
+    static_memory: StaticMemory | None = None,
+    compare: bool = True,
+    limits: SolveLimits | None = None,
+) -> Plan:
+    """Write out a solution as a plan; its claim is held against the simulator once more.
+
+    Without ``compare`` there are no baselines and no details of the step and its values, and the plan's own peak stands
+    for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
+    """
+    origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
+    with timings.stage("simulation"):
+        evaluation = confirm(problem, solution)
+    captured, order = problem, moved(problem.graph, order_of(solution.schedule))
+    problem, schedule = in_own_order(problem, solution.schedule)
+    solution = replace(solution, schedule=schedule)
+    graph, costs = problem.graph, problem.costs
+    static_bytes = graph.total_static_bytes
+    lowest_bytes, proven_bytes = whole_peak_bytes(problem, schedule, static_memory), 0
+    beside: dict[str, Any] = {"baselines": ()}
+    if compare:
+        with timings.stage("baselines"):
+            ends = smallest_budgets(captured, problem, schedule, limits or SolveLimits(), static_memory)
+            lowest_bytes, proven_bytes = ends
+            beside = {
+                "baselines": tuple(baseline_rows(captured, problem, solution)),
+                "details": step_details(captured, problem, schedule, evaluation),
+                "values": value_table(problem, schedule) if problem.regions is None else None,
+            }
+    optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
+    smallest_bytes = max(lowest_bytes, optimizer_bytes)
+    reserved = reserved_by_cuda(problem, schedule, static_memory)
+    plan = Plan(
+        model=graph.name,
+        fingerprint=dict(origin.fingerprint),
+        status="optimal" if solution.is_optimal else "feasible",
+        budget_bytes=problem.budget_bytes + static_bytes,
+        static_bytes=dict(graph.static_bytes),
+        baseline_peak_bytes=captured.baseline.peak_bytes + static_bytes,
+        baseline_step_seconds=captured.baseline.seconds,
+        peak_bytes=evaluation.peak_bytes + static_bytes,
+        peak_at=locate_peak(graph, schedule, evaluation),
+        recompute_seconds=evaluation.recompute_seconds,
+        lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
+        minimum_feasible_peak_bytes=smallest_bytes,
+        proven_minimum_peak_bytes=proven_bytes,
+        optimizer_step_bytes=static_memory.optimizer_step_bytes,
+        optimizer_peak_bytes=optimizer_bytes,
+        reserved=reserved,
+        arena=arena_of(problem, schedule, static_memory),
+        solver=solution.solver,
+        solve_seconds=solution.solve_seconds,
+        capture_seconds=origin.capture_seconds,
+        cost_model=origin.cost_model,
+        device=origin.device,
+        torch=origin.torch_version,
+        runtime=origin.runtime,
+        anatomy=anatomy_of_peak(graph, costs, schedule, evaluation),
+        placement=placement(graph, costs, schedule, find_layers(graph)),
+        **beside,
+        recomputations=_decisions(graph, schedule),
+        order=order,
+        captured_order=CapturedOrder(moved=sum(map(len, order.values())), recompute_seconds=solution.captured_seconds)
+        if order
+        else None,
+        warnings=(
+            *_warnings(problem, evaluation, solution, limits or SolveLimits(), smallest_bytes if compare else None),
+            *reserve_warnings(problem, reserved, static_memory),
+            *origin.warnings,
+        ),
+        eager=origin.eager,
+        offloading=offloading_of(problem, schedule, evaluation),
+        operations=_operation_rows(problem, schedule),
+    )
+    return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, limits: SolveLimits) -> Plan:
+    """Return a plan for a problem that was made without comparison with what it then lacks; nothing is solved again."""
+    schedule = plan.schedule_for(problem.graph)
+    solution = Solution.simulated(
+        problem.evaluate(schedule), schedule, plan.solver, lower_bound_seconds=plan.lower_bound_seconds
+    )
+    solution = replace(solution, solve_seconds=plan.solve_seconds)
+    compared = plan_from_solution(problem, solution, static_memory=static_memory, limits=limits)
+    return replace(
+        plan,
+        baselines=compared.baselines,
+        details=compared.details,
+        values=compared.values,
+        minimum_feasible_peak_bytes=compared.minimum_feasible_peak_bytes,
+        proven_minimum_peak_bytes=compared.proven_minimum_peak_bytes,
+    )
+
+
+def _warnings(
+    problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits, smallest_bytes: int | None
+) -> Iterator[Finding]:
+    """Look for what limits a plan, of which this is the simulation; see :func:`price_finding`."""
+    offloads = solution.schedule.offloads
+    if lossy := [offload for offload in offloads if offload.lossy]:
+        size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
+        yield Finding(
+            rule="lossy-offload",
+            evidence=f"{len(lossy)} of the {len(offloads)} values that wait on the host, {format_bytes(size_bytes)}, "
+            "are rounded there to bfloat16",
+            cause="they come back off by up to a 256th part, and so does what is recomputed from them: gradients are "
+            "not bit-equal to those of the step without recompute",
+            fix="let 'verify' measure how far off they are; leave out --offload-lossy (offload_lossy) for equal bits",
+        )
+    if evaluation.added_seconds <= 0:
+        return
+    step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
+    yield from examine(Subject(step=step), BOTTLENECKS)
+    if (price := price_finding(problem, evaluation, smallest_bytes)) is not None:
+        yield price
+    if (gap := gap_finding(problem, solution, evaluation, limits)) is not None:
+        yield gap
+
+
+def _decisions(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Write out what runs again before each operation, whichever operations are one with others."""
+    operations = graph.operations
+    return {
+        operations[at].key: tuple(key for index in again for key in operations[index].keys)
+        for at, again in schedule.recomputations().items()
+    }
+
+
+def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow, ...]:
+    graph, runs = problem.graph, Counter(schedule.order)
+    return tuple(
+        OperationRow(
+            operation=op.target,
+            module=op.module,
+            phase=op.phase.value,
+            flops=op.flops,
+            moved_bytes=op.moved_bytes,
+            seconds=cost.seconds,
+            workspace_bytes=cost.workspace_bytes,
+            output_bytes=sum(graph.values[value].size_bytes for value in op.outputs),
+            runs=runs[index],
+        )
+        for index, (op, cost) in enumerate(zip(graph.operations, problem.costs, strict=True))
+    )

@@ -1,0 +1,118 @@
+"""What to say of a budget that no plan keeps: which one would do, and what is in the way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from planner.common.options import Search
+from planner.common.units import format_bytes
+from planner.errors import HostBudgetError, InfeasibleBudgetError
+from planner.ir.checkpoints import nothing_unread
+from planner.ir.problem import Problem
+from planner.ir.static_memory import StaticMemory
+from planner.plans.allocator import OPTIMIZER_STEP
+from planner.plans.blocks import whole_peak_bytes
+from planner.plans.liveness import locate_operation
+from planner.plans.ordering import in_orders_tried
+from planner.plans.plan import NoPlanFitsError, PlanOrigin
+from planner.plans.plan_file import SCHEMA
+from planner.plans.smallest import lowest_plan_known
+from planner.solvers.auto import AutoSolver
+from planner.solving import lowest_known
+from planner.solving.peak_bounds import lowest_peak, proven_lowest
+
+
+def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
+    """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
+    floor = lowest_peak(problem)
+    lowest_bytes, lowest = floor.found_peak_bytes, None
+    found = [known] if (known := lowest_plan_known(problem, search)) is not None else []
+    if problem.host is None and problem.regions is None:
+        found.insert(0, AutoSolver().lowest(problem, effort=search, progress=search.progress))
+    if found:
+        lowest = min(found, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
+        lowest_bytes = problem.evaluate(lowest).peak_bytes
+    before_bytes = lowest_bytes + problem.graph.total_static_bytes
+    return InfeasibleBudgetError(
+        f"{why} breaks the budget",
+        minimum_feasible_peak_bytes=max(after_bytes, before_bytes),
+        operation=OPTIMIZER_STEP if after_bytes >= before_bytes else floor.found_operation,
+        is_proven=after_bytes > 0,
+        lowest=lowest,
+    )
+
+
+def no_plan_fits(
+    problem: Problem, error: InfeasibleBudgetError, search: Search, origin: PlanOrigin, static_memory: StaticMemory
+) -> NoPlanFitsError:
+    """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
+    graph, static_bytes = problem.graph, problem.graph.total_static_bytes
+    proven_bytes = min(map(proven_lowest, in_orders_tried(replace(problem, graph=nothing_unread(graph)))))
+    budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
+    if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
+        smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
+        if static_memory.has_caching_allocator and not search.deterministic and lowest_known.applies_to(problem):
+            lowest_known.say(problem, error.lowest)
+    proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
+    where = locate_operation(graph, error.operation)
+    none = "plan" if problem.regions is None else "choice of modules"
+    none_below = f"; no {none} needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
+    budget, smallest = (
+        format_bytes(budget_bytes),
+        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below})",
+    )
+    found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
+    found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
+    found += f" is {smallest}"
+    message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, search.solver, error)}"
+    report = {
+        "schema": SCHEMA,
+        "model": graph.name,
+        "torch": origin.torch_version,
+        "status": "infeasible",
+        "budget_bytes": budget_bytes,
+        "activation_budget_bytes": problem.budget_bytes,
+        "static_bytes": dict(graph.static_bytes),
+        "baseline": {
+            "peak_bytes": problem.baseline.peak_bytes + static_bytes,
+            "step_seconds": problem.baseline.seconds,
+        },
+        **({"eager": asdict(origin.eager)} if origin.eager is not None else {}),
+        "minimum_feasible_peak_bytes": smallest_bytes,
+        "proven_minimum_peak_bytes": proven_bytes,
+        "peak_at": asdict(where),
+        "capture_seconds": origin.capture_seconds,
+        "cost_model": origin.cost_model,
+        "device": origin.device,
+        "message": message,
+    }
+    return NoPlanFitsError(
+        message,
+        minimum_feasible_peak_bytes=smallest_bytes,
+        operation=where.operation,
+        is_proven=budget_bytes < proven_bytes,
+        lower_bound_seconds=error.lower_bound_seconds,
+        report=report,
+    )
+
+
+def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: InfeasibleBudgetError) -> str:
+    static_bytes, operation = problem.graph.total_static_bytes, error.operation
+    if isinstance(error, HostBudgetError):
+        return (
+            f"a plan is known that offloads {format_bytes(error.host_budget_bytes)} ({error.host_budget_bytes} bytes): "
+            "give that much as host_budget (--host-budget)"
+        )
+    if operation == OPTIMIZER_STEP:
+        return "gradients, state and its temporaries are there at once: foreach=False, or fused=True, needs less"
+    if smallest_bytes <= problem.budget_bytes + static_bytes:
+        return f"solver {solver!r} did not find that plan in time: give it more, or take another"
+    if problem.budget_bytes <= 0:
+        return f"{format_bytes(static_bytes)} are resident before the step begins"
+    retained_bytes = sum(value.size_bytes for value in problem.graph.values if value.retained)
+    if retained_bytes > problem.budget_bytes:
+        return f"{format_bytes(retained_bytes)} of gradients and outputs are left when the step ends"
+    return (
+        "raise the budget, make the batch or the sequence smaller, or compute what is largest in chunks "
+        "(--chunk auto, chunk='auto')"
+    )
