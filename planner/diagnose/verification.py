@@ -21,7 +21,7 @@ from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.put_back import written_by
 from planner.capture.random_states import RandomStates
 from planner.capture.torch_internals import call_implementation, calling
-from planner.capture.trees import leaf_tensors
+from planner.capture.trees import leaf_tensors, tensors_in
 from planner.common.options import TOLERANCE, Budget, chunks_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import MeasuredEager, Plan, Verification
@@ -206,7 +206,8 @@ def compare(
             if gradient is not other:
                 lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
         elif not close(gradient, other, shortest=shortest):
-            lines.append(f"gradient of {name} differs by up to {(gradient - other).abs().max().item():.3g}")
+            furthest = (gradient.to_dense() - other.to_dense()).abs().max().item()
+            lines.append(f"gradient of {name} differs by up to {furthest:.3g}")
     lines += [
         f"buffer {name} differs" for name, own in expected.buffers.items() if not close(own, actual.buffers[name])
     ]
@@ -230,14 +231,14 @@ def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = T
 def _shortest(expected: StepResult) -> float:
     """Return the length that a gradient counts as at least."""
     gradients = [g for g in expected.gradients.values() if g is not None]
-    return 0.01 * torch.stack([g.norm().double() for g in gradients]).norm().item() if gradients else 0.0
+    return 0.01 * torch.stack([g.to_dense().norm().double() for g in gradients]).norm().item() if gradients else 0.0
 
 
 def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool) -> float:
     """Return the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
     roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps if in_roundings else 1.0
-    length = max(expected.double().norm().item(), shortest)
-    apart = (expected.double() - actual.double()).norm().item()
+    length = max(expected.to_dense().double().norm().item(), shortest)
+    apart = (expected.to_dense().double() - actual.to_dense().double()).norm().item()
     if not apart:
         return 0.0
     return apart / (roundings * length) if length else math.inf
@@ -255,10 +256,18 @@ def _close(
 
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bits: NaNs of the same bits are equal, zeros of different sign are not."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """Compare bits: NaNs of the same bits are equal, zeros of different sign are not.
+
+    Of sparse tensors those of indices and values are compared.
+    """
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
-    return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+    pairs = zip(tensors_in(a), tensors_in(b), strict=True)
+    return all(own.shape == other.shape and torch.equal(_bits(own), _bits(other)) for own, other in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 class _ModelState:

@@ -111,3 +111,33 @@ def test_steps_that_write_into_weights_and_inputs_all_begin_with_the_same() -> N
     plan = planner.plan(model, x, budget="100%", compare=False)
     assert planner.verify(model, x, plan, timed_steps=1).exact
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
+
+
+class _Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(200, 32, sparse=True)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.bag(words)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'", "ignore:what _Bag runs depends on data")
+def test_sparse_gradients_are_compared_too() -> None:
+    torch.manual_seed(0)
+    model, words = _Bag(), torch.randint(0, 200, (16, 5))
+    plan = planner.plan(model, words, budget="100%", compare=False)
+    proof = planner.verify(model, words, plan, timed_steps=1)
+    assert proof.gradients_bitwise_equal
+    assert 0 <= plan.peak_bytes - proof.peak_bytes < 256
+    gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 32), (200, 32))
+    off = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 32) * 1.5, (200, 32))
+    assert not verification.bitwise_equal(gradient, off)
+    assert not verification.bitwise_equal(gradient, gradient.to_dense())
+    first, second = (
+        verification.StepResult(loss=(), gradients={"bag": each}, buffers={}, random_states=[])
+        for each in (gradient, off)
+    )
+    assert verification.compare(first, second) == ["gradient of bag differs by up to 0.5"]
+    assert verification.distance(first, second) == pytest.approx(0.5)
