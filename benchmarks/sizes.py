@@ -444,6 +444,32 @@ def _images(size: int) -> Call:
     return {"images": torch.randn(8, 3, size, size, generator=made), "labels": torch.arange(8) % 10}
 
 
+class _Perceptrons(nn.Module):
+    """Layers of a transformer without attention, and a loss."""
+
+    def __init__(self, layers: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self._layer(width) for _ in range(layers))
+
+    @staticmethod
+    def _layer(width: int) -> nn.Module:
+        wide = 4 * width
+        return nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _batches(count: int) -> list[Call]:
+    draw = random.Random(5)
+    sizes = [draw.randint(16, 64) for _ in range(count)]
+    return [{"x": torch.randn(size, 128, 64, generator=torch.Generator().manual_seed(size))} for size in sizes]
+
+
 def _t5() -> nn.Module:
     import transformers
 
@@ -512,6 +538,12 @@ CASES: dict[str, Case] = {
     "packing": Case("Llama of two layers, samples packed end to end", lambda: _llama(2), lambda: _packed(40)),
     "deep": Case(
         "Llama of twelve layers, 20 lengths", lambda: _llama(12), lambda: [_causal(n) for n in _lengths(24, 20, 24, 96)]
+    ),
+    "large-batches": Case(
+        "perceptrons of six layers, batches of 16 to 64 samples, long enough for sizes to get plans of their own",
+        _Perceptrons,
+        lambda: _batches(300),
+        share=0.35,
     ),
 }
 

@@ -38,6 +38,8 @@ class Program:
     """Is called before each run."""
     at: Callable[[Sequence[Any]], Program] | None = None
     """Returns what runs at the same sizes where other numbers change."""
+    may_be_better: Callable[[], bool] | None = None
+    """Whether another is to be made for these sizes; is asked before each run."""
 
 
 class RunsHalves(Protocol):
@@ -133,28 +135,30 @@ class ProgramsBySize:
         given = [numbers.get(at, value) for at, value in enumerate(given)]
         sizes = tuple(x for at, x in enumerate(given) if at not in numbers and not isinstance(x, torch.Tensor))
         key = sizes, tuple(numbers.values())
-        if key not in self._numbers:
-            self._remember(key, self._program(sizes, given))
+        known = self._programs.get(self._numbers.get(key, -1))
+        if known is None or _may_be_better(known):
+            known = self._remember(key, self._program(sizes, given))
         self._current = self._numbers[key]
-        entered = self._programs[self._current].entered
-        if entered is not None:
-            entered()
+        if known.entered is not None:
+            known.entered()
 
     def _program(self, sizes: tuple[int, ...], given: Sequence[Any]) -> Program:
         assert self._joint is not None
         made = self._made.get(sizes)
-        if made is not None and made.at is not None:
+        if made is not None and made.at is not None and not _may_be_better(made):
             return made.at(given)
         self._made[sizes] = self._make(self._joint, given)
         return self._made[sizes]
 
-    def _remember(self, key: tuple[Any, Any], program: Program) -> None:
+    def _remember(self, key: tuple[Any, Any], program: Program) -> Program:
         """Give a program a number; the oldest is forgotten, where numbers change in every call."""
-        if len(self._numbers) >= _KEPT:
-            oldest = next(iter(self._numbers))
-            del self._programs[self._numbers.pop(oldest)]
+        if len(self._programs) >= _KEPT:
+            del self._programs[next(iter(self._programs))]
+        if len(self._numbers) >= 2 * _KEPT:
+            self._numbers = {key: number for key, number in self._numbers.items() if number in self._programs}
         number = self._numbers[key] = next(self._count)
         self._programs[number] = program
+        return program
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward that was chosen; beside what it saves, save its number."""
@@ -178,6 +182,10 @@ class ProgramsBySize:
         for at, gradient in zip(self._tensors, self._programs[int(number)].backward(tensors), strict=True):
             gradients[at] = gradient
         return gradients
+
+
+def _may_be_better(program: Program) -> bool:
+    return program.may_be_better is not None and program.may_be_better()
 
 
 def _stand_in(joint: JointGraph) -> Halves:

@@ -15,6 +15,9 @@ from planner.plans.from_solution import plan_from_solution
 from planner.plans.module_choices import variants_in
 from planner.plans.plan import Plan, PlanOrigin
 
+_REUSED = " (reused)"
+"""What is added to the name of a solver where its plan was taken over."""
+
 OF_THE_GRAPH = ("assumes", "operations", "graph")
 """Keys of a fingerprint that say how a step was captured; the others say what of, and where."""
 
@@ -95,7 +98,7 @@ def take_over(
     solution = Solution.simulated(
         evaluation,
         schedule,
-        plan.solver if same_graph else f"{plan.solver.removesuffix(' (reused)')} (reused)",
+        plan.solver if same_graph else f"{plan.solver.removesuffix(_REUSED)}{_REUSED}",
         lower_bound_seconds=plan.lower_bound_seconds if same_graph else 0.0,
         regions=variants,
     )
@@ -114,6 +117,24 @@ def take_over(
             details=plan.details or taken.details,
         )
     return taken
+
+
+def is_taken_over(plan: Plan) -> bool:
+    """Whether a plan was solved for another step than its own, of other sizes say."""
+    return plan.solver.endswith(_REUSED)
+
+
+def in_vain_seconds(plan: Plan) -> float:
+    """Estimate what a step pays for recompute that its budget has no need of, where a plan was taken over for it.
+
+    That is the share of the freed bytes for which there is room. A plan of its own saves more: it leaves out first what
+    costs most for its bytes.
+    """
+    freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
+    if not is_taken_over(plan) or freed_bytes <= 0:
+        return 0.0
+    room_bytes = min(plan.budget_bytes - plan.peak_bytes, freed_bytes)
+    return plan.added_seconds * room_bytes / freed_bytes
 
 
 def as_planned(around: StaticMemory, plan: Plan) -> StaticMemory:

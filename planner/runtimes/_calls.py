@@ -42,14 +42,16 @@ MAY_BE_ABOVE = "gradients are right, and the peak may be above the predicted one
 _WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode and the like):"
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
-    """Return a call that does not keep the method's object alive: torch's caches hold what was compiled, and so it."""
+def weakly(method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Return a call that does not keep the method's object alive: torch's caches hold what was compiled, and so it.
+
+    Where the object is gone, the call gives None.
+    """
     reference = WeakMethod(method)
 
-    def call() -> None:
+    def call() -> Any:
         found = reference()
-        if found is not None:
-            found(*args)
+        return None if found is None else found(*args)
 
     return call
 

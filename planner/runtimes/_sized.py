@@ -20,6 +20,7 @@ from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.sized import SizedGraph, sized
 from planner.runtimes._calls import weakly
+from planner.runtimes._shapes import InputSizes, sizes_of
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
 from planner.session.step import PlannedStep
@@ -30,8 +31,8 @@ Code = tuple[SizedGraph, SizedGraph]
 class SizedPrograms:
     """Programs of one joint graph with symbols; ``plan`` plans a plain one, ``follow`` what a formula says of a size.
 
-    ``eager`` gives the recording of eager's own step beside which a plain one was planned, and ``entered`` is told in
-    every call which plan is in force.
+    ``eager`` gives the recording of eager's own step beside which a plain one was planned. In every call ``entered`` is
+    told which plan is in force, and before that ``may_be_better`` is asked whether to look at it again.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class SizedPrograms:
         follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
         eager: Callable[[], Study | None],
         entered: Callable[[Plan], None],
+        may_be_better: Callable[[InputSizes, Plan], bool],
     ) -> None:
-        self._model, self._plan, self._follow, self._eager, self._entered = model, plan, follow, eager, entered
+        self._model, self._plan, self._follow, self._eager = model, plan, follow, eager
+        self._entered, self._may_be_better = entered, may_be_better
         self._formula: SizedStep | None = None
         self._is_confirmed = False
         self._code: dict[Any, Code] = {}
@@ -58,7 +61,13 @@ class SizedPrograms:
         else:
             assert self._formula is not None
             code = self._code_for(self._formula, planned)
-        return _bound(code, weakly(self._entered, planned.plan), joint, given)
+        assert self._formula is not None
+        again = weakly(self._looks_again, sizes_of(self._formula.inputs(given)), planned.plan)
+        return _bound(code, weakly(self._entered, planned.plan), lambda: bool(again()), joint, given)
+
+    def _looks_again(self, sizes: InputSizes, plan: Plan) -> bool:
+        """Whether to look again at a plan; where there is no formula, steps keep theirs."""
+        return self._is_confirmed and self._may_be_better(sizes, plan)
 
     def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
         if self._formula is None or not self._is_confirmed:
@@ -94,11 +103,17 @@ class SizedPrograms:
         return self._code[run]
 
 
-def _bound(code: Code, entered: Callable[[], None], joint: JointGraph, given: Sequence[Any]) -> Program:
+def _bound(
+    code: Code,
+    entered: Callable[[], None],
+    may_be_better: Callable[[], bool],
+    joint: JointGraph,
+    given: Sequence[Any],
+) -> Program:
     """Return what runs some code with the numbers that a program is given."""
     sizes = Sizes(joint, given)
     forward, backward = (half.at(sizes) for half in code)
-    return Program(forward, backward, entered, partial(_bound, code, entered, joint))
+    return Program(forward, backward, entered, partial(_bound, code, entered, may_be_better, joint), may_be_better)
 
 
 def _run_by(planned: PlannedStep) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,18 +33,28 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
-from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
+from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
 from planner.runtimes._cuda_graphs import CudaGraphs
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._later_weights import LaterWeights
-from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, largest_sizes, marked, with_sizes
+from planner.runtimes._shapes import (
+    CallsSeen,
+    InputSizes,
+    PlansBySize,
+    elements,
+    largest_sizes,
+    marked,
+    planning_seconds,
+    sizes_of,
+    with_sizes,
+)
 from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
-from planner.session.step import Options, PlannedStep, called_with, captured
+from planner.session.step import Options, PlannedStep, called_with, captured, carried_over
 from planner.session.step_planning import plan_step
 from planner.session.telling import one_at_a_time, working
 
@@ -51,6 +62,9 @@ _log = logging.getLogger("planner")
 
 _OFTEN = 8
 """After so many captures in a row people are told."""
+
+_ENOUGH = 0.005
+"""How near to a proven bound a plan need come that replaces one from larger sizes, as a share of the step."""
 
 
 class GraphRuntime(PlannedCalls):
@@ -69,7 +83,7 @@ class GraphRuntime(PlannedCalls):
         self, model: nn.Module, options: Options, *, compiler: Compiler = aot_backend, **settings: Any
     ) -> None:
         super().__init__(model, options, **settings)
-        self._plans = PlansBySize(self.plan)
+        self._plans = PlansBySize(self.plan, is_kept=self._must_match)
         self._graphs = 0
         self._planned_ahead: set[InputSizes] = set()
         self._largest: Inputs | None = None
@@ -267,7 +281,7 @@ class GraphRuntime(PlannedCalls):
         ahead = self._largest
         self.complete_options(ahead)
         yield ahead
-        self._planned_ahead.add(tuple(tuple(tensor.shape) for tensor in ahead.tensors()))
+        self._planned_ahead.add(sizes_of(ahead.tensors()))
         self._largest = None
         self.complete_options(inputs)
 
@@ -303,7 +317,12 @@ class GraphRuntime(PlannedCalls):
             self._cuda_graphs.warn("its forward draws numbers from Python's or numpy's random state")
         if joint.graph not in self._sized:
             self._sized[joint.graph] = SizedPrograms(
-                self.model, self._at_new_sizes, self._followed, self._recorded, self._enter
+                self.model,
+                self._at_new_sizes,
+                self._followed,
+                self._recorded,
+                self._enter,
+                self._may_be_better,
             )
         with one_at_a_time:
             self._plan_ahead_by(self._sized[joint.graph], joint, given)
@@ -323,37 +342,62 @@ class GraphRuntime(PlannedCalls):
     def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
         if self.options.loss is not None or self.options.chunk != 1:
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
-        elements = sum(tensor.numel() for tensor in formula.inputs(given))
+        input_sizes = sizes_of(formula.inputs(given))
         eager = None
-        if elements > self._plans.largest and self._recorded() is not None:
+        if elements(input_sizes) > self._plans.largest and self._recorded() is not None:
             eager = formula.eager_at(given, sizes)  # a percentage of more than before
             if eager is None and self._inputs is not None:
                 self._complete_for(self._inputs)
                 if (recorded := self._recorded()) is not None:
                     formula.learn_eager(recorded, sizes)
                 eager = eager_step(self.options.eager)
-        step = formula.planned(given, sizes, self.options, eager, self._plans.nearest(elements))
+        step = formula.planned(given, sizes, eager, partial(self._planned_at, input_sizes))
         self.put_in_force(step.plan)
-        self._plans.add(elements, step.plan)
         return step
+
+    def _planned_at(self, sizes: InputSizes, study: Study) -> Plan:
+        """Take over a plan for inputs of some sizes, or plan anew where none fits or that has become due."""
+        nearest = self._plans.nearest(sizes)
+        taken = None if nearest is None else carried_over(study, self.options, nearest)
+        if taken is not None and not self._plans.is_due(taken):
+            self._plans.add(sizes, taken)
+            return taken
+        search = self.options.search
+        if taken is not None:
+            self._plans.looked()
+            limit_seconds = min(search.time_limit_seconds, planning_seconds(taken))
+            search = replace(search, time_limit_seconds=limit_seconds, enough=_ENOUGH)
+        plan = taken
+        with nullcontext() if taken is None else suppress(InfeasibleBudgetError):  # not found in so little time
+            plan = study.planned(self.options.budget, search, self.options.offload, self.options.strategy)
+        assert plan is not None
+        if taken is not None and plan.added_seconds > taken.added_seconds:
+            plan = taken
+        self._plans.add(sizes, plan, is_settled=True)
+        return plan
+
+    def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
+        """Whether to look again at a plan; with an arena each has its places."""
+        return self._arenas is None and self._plans.may_be_better(sizes, plan)
 
     def _recorded(self) -> Study | None:
         return self.options.eager if isinstance(self.options.eager, Study) else None
 
     def _enter(self, plan: Plan) -> None:
         self.plan = plan
+        self._plans.paid(plan)
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""
-        reuse = self._plans.nearest(self._elements(joint))
+        reuse = self._plans.nearest(self._input_sizes(joint))
         return plan_step(self.model, joint, self.options, reuse=reuse, must_match=self.must_match)
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
         self.put_in_force(step.plan)
-        self._plans.add(self._elements(joint), step.plan)
+        self._plans.add(self._input_sizes(joint), step.plan)
 
-    def _elements(self, joint: JointGraph) -> int:
-        return sum(tensor.numel() for tensor in called_with(self.model, joint))
+    def _input_sizes(self, joint: JointGraph) -> InputSizes:
+        return sizes_of(called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
         if self._graphs == self.options.maximum_shapes:

@@ -6,7 +6,7 @@ hand. A formula is a guess until another size, made plain too, was found to be w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
 from planner.session.sized_calls import SizedCalls, UnknownSizeError
 from planner.session.sized_eager import RecordedAt, SizedEager
-from planner.session.step import LoweredStep, Options, PlannedStep, called_with, fingerprint_of, plan_study
+from planner.session.step import LoweredStep, PlannedStep, called_with, fingerprint_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +87,11 @@ class SizedStep:
 
     @timings.stage("lowering")
     def planned(
-        self, given: Sequence[Any], sizes: Sizes, options: Options, eager: EagerStep | None, reuse: Plan | None
+        self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None, plan_study: Callable[[Study], Plan]
     ) -> PlannedStep:
         """Plan the step for what the program is given, with what eager's needs there."""
         step, study = self.at(given, sizes, eager)
-        plan = plan_study(study, options, reuse=reuse)
+        plan = plan_study(study)
         assert study.in_place is not None
         schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
         return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
 from planner.capture.inputs import Inputs
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
+from planner.plans.reuse import in_vain_seconds
+from planner.runtimes import _shapes as shapes
+from planner.runtimes._shapes import PlansBySize
 from planner.runtimes.graph import GraphRuntime
 from tests.models import WIDTH, Stack, mean_square, rows
 from tests.runtimes.steps import assert_same, train
@@ -69,6 +73,65 @@ def test_each_size_is_planned_once_and_comes_back_to_its_plan(searches: list[int
     for count in (200, 230):
         assert plans[count].solver.endswith(" (reused)") and plans[count].recomputations
         assert plans[count].peak_bytes < plans[256].peak_bytes
+
+
+def test_sizes_get_plans_of_their_own_once_as_much_was_paid_in_vain(
+    searches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap(activation_budget="40%")
+    for count in (256, 200, 230, 160):
+        step(model, rows(count))
+    assert len(searches) == 1
+    monkeypatch.setattr(PlansBySize, "is_due", lambda _, plan: in_vain_seconds(plan) > 0)
+    before = {count: step(model, rows(count)) for count in (256,)}
+    assert len(searches) == 1  # a plan that was solved for its sizes pays nothing in vain
+    own = step(model, rows(200))
+    assert len(searches) == 2 and not own.solver.endswith(" (reused)")
+    assert own.peak_bytes <= own.budget_bytes == before[256].budget_bytes
+    assert step(model, rows(200)) is own and step(model, rows(256)) is before[256]
+    monkeypatch.undo()
+    nearer = step(model, rows(160))  # takes over the plan of 200 in place of that of 256
+    assert nearer.recomputations == own.recomputations
+    assert nearer.overhead < before[256].overhead
+    assert step(model, rows(160)) is nearer
+
+
+def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(activation_budget="40%")
+    plain = copy.deepcopy(model)
+    planner.unwrap(plain)
+    for count in (256, 200, 230):
+        step(model, rows(count))
+    first = mean_square(model(rows(200)))
+    monkeypatch.setattr(PlansBySize, "is_due", lambda _, plan: in_vain_seconds(plan) > 0)
+    second = mean_square(model(rows(200)))
+    model.zero_grad()
+    for one in (second, first):
+        one.backward()
+    for _ in range(2):
+        mean_square(plain(rows(200))).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_SECONDS_OF_AN_OPERATION", 0.0)
+    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False)
+    model = planner.auto_wrap(Stack(), plan=plan)
+    for count in (256, 200, 230, 160, 160, 200):
+        made = step(model, rows(count))
+        assert made.recomputations == plan.recomputations
+
+
+def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> None:
+    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False)
+    assert plan.added_seconds > 0 and not in_vain_seconds(plan)
+    taken = replace(plan, solver=f"{plan.solver} (reused)")
+    freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
+    tight = replace(taken, budget_bytes=plan.peak_bytes)
+    half = replace(taken, budget_bytes=plan.peak_bytes + freed_bytes // 2)
+    roomy = replace(taken, budget_bytes=10 * plan.baseline_peak_bytes)
+    paid = [in_vain_seconds(one) / plan.added_seconds for one in (tight, half, roomy)]
+    assert paid == pytest.approx([0.0, 0.5, 1.0], abs=1e-4)
 
 
 def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> None:
