@@ -63,8 +63,8 @@ _log = logging.getLogger("planner")
 _OFTEN = 8
 """After so many captures in a row people are told."""
 
-_ENOUGH = 0.005
-"""How near to a proven bound a plan need come that replaces one from larger sizes, as a share of the step."""
+_ENOUGH = 0.002
+"""How near to a proven bound plans of later sizes need come, as a share of the step: training waits for them."""
 
 
 class GraphRuntime(PlannedCalls):
@@ -362,11 +362,11 @@ class GraphRuntime(PlannedCalls):
         if taken is not None and not self._plans.is_due(taken):
             self._plans.add(sizes, taken)
             return taken
-        search = self.options.search
+        search = replace(self.options.search, enough=_ENOUGH)
         if taken is not None:
             self._plans.looked()
             limit_seconds = min(search.time_limit_seconds, planning_seconds(taken))
-            search = replace(search, time_limit_seconds=limit_seconds, enough=_ENOUGH)
+            search = replace(search, time_limit_seconds=limit_seconds)
         plan = taken
         with nullcontext() if taken is None else suppress(InfeasibleBudgetError):  # not found in so little time
             plan = study.planned(self.options.budget, search, self.options.offload, self.options.strategy)
