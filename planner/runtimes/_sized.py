@@ -48,6 +48,8 @@ class SizedPrograms:
         self._entered, self._may_be_better = entered, may_be_better
         self._formula: SizedStep | None = None
         self._is_confirmed = False
+        self._unknown: set[InputSizes] = set()
+        """Of which the formula does not say what is needed."""
         self._code: dict[Any, Code] = {}
         """Of the formula, by what is run, and what writes over inputs."""
 
@@ -66,8 +68,8 @@ class SizedPrograms:
         return _bound(code, weakly(self._entered, planned.plan), lambda: bool(again()), joint, given)
 
     def _looks_again(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether to look again at a plan; where there is no formula, steps keep theirs."""
-        return self._is_confirmed and self._may_be_better(sizes, plan)
+        """Whether to look again at a plan; where no formula says what a size needs, it keeps what it has."""
+        return self._is_confirmed and sizes not in self._unknown and self._may_be_better(sizes, plan)
 
     def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
         if self._formula is None or not self._is_confirmed:
@@ -75,6 +77,7 @@ class SizedPrograms:
         try:
             return self._follow(self._formula, given, sizes)
         except UnknownSizeError:
+            self._unknown.add(sizes_of(self._formula.inputs(given)))
             return None
 
     def _confirmed(self, planned: PlannedStep, given: Sequence[Any], sizes: Sizes) -> Code:

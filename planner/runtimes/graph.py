@@ -340,7 +340,7 @@ class GraphRuntime(PlannedCalls):
         return step
 
     def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
-        if self.options.loss is not None or self.options.chunk != 1:
+        if not self._follows_sizes:
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
@@ -378,7 +378,12 @@ class GraphRuntime(PlannedCalls):
 
     def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
         """Whether to look again at a plan; with an arena each has its places."""
-        return self._arenas is None and self._plans.may_be_better(sizes, plan)
+        return self._follows_sizes and self._arenas is None and self._plans.may_be_better(sizes, plan)
+
+    @property
+    def _follows_sizes(self) -> bool:
+        """Whether all that a step needs follows from the sizes of the program's inputs."""
+        return self.options.loss is None and self.options.chunk == 1
 
     def _recorded(self) -> Study | None:
         return self.options.eager if isinstance(self.options.eager, Study) else None

@@ -21,6 +21,7 @@ from planner.capture.inputs import Inputs
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.reuse import in_vain_seconds
 from planner.runtimes import _shapes as shapes
+from planner.runtimes import _sized
 from planner.runtimes._shapes import PlansBySize
 from planner.runtimes.graph import GraphRuntime
 from tests.models import WIDTH, Stack, mean_square, rows
@@ -111,6 +112,18 @@ def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch
     for _ in range(2):
         mean_square(plain(rows(200))).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss outside the model is asked at each size, which takes long: not again for a plan that may be better."""
+    made: list[object] = []
+    at_sizes = _sized.at_sizes
+    monkeypatch.setattr(_sized, "at_sizes", lambda *given: made.append(given) or at_sizes(*given))
+    monkeypatch.setattr(PlansBySize, "is_due", lambda _, plan: in_vain_seconds(plan) > 0)
+    model = wrap(Stack(has_loss=False), activation_budget="40%", loss_fn=mean_square)
+    for count in (256, 200, 230, 160, 160, 200, 230, 160):
+        mean_square(model(rows(count))).backward()
+    assert len(made) == 3
 
 
 def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
