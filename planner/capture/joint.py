@@ -33,7 +33,7 @@ _DROPOUT_OF_RNN = 6
 
 
 Reach = tuple[list[int], list[frozenset[int]]]
-"""Raw output of each tangent, and for each gradient the tangents that it depends on."""
+"""Raw output of each tangent, and for the gradient of each tensor the tangents that it depends on."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,9 @@ def reach_of(joint: JointGraph) -> Reach | None:
     for node in joint.graph.nodes:
         if node not in depends:
             depends[node] = frozenset().union(*(depends[source] for source in node.all_input_nodes))
-    gradients = [depends[n] if isinstance(n, fx.Node) else frozenset() for n in joint.outputs[1]]
+    # Autograd knows of no numbers: sizes that vary are inputs of the program, and have no place among its gradients.
+    of_tensors = (n for n, given in zip(joint.outputs[1], joint.placeholders, strict=True) if tensors_of(given))
+    gradients = [depends[n] if isinstance(n, fx.Node) else frozenset() for n in of_tensors]
     everything = frozenset(range(len(tangents)))
     if all(not needed or needed == everything for needed in gradients):
         return None

@@ -373,11 +373,12 @@ class TwoHeads(nn.Module):
         return {"loss": left.square().mean(), "right": right} if self.scalar else {"left": left, "right": right}
 
 
-def test_parameters_of_an_unused_output_stay_without_gradient() -> None:
+@pytest.mark.parametrize("rows", [3 * [ROWS], [ROWS, ROWS - 6, ROWS - 3]], ids=["one size", "sizes that vary"])
+def test_parameters_of_an_unused_output_stay_without_gradient(rows: list[int]) -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         losses = []
-        for _ in range(3):
-            loss = model(data())["left"].square().mean()
+        for count in rows:
+            loss = model(data(count))["left"].square().mean()
             loss.backward()
             losses.append(loss)
         assert model.right.weight.grad is None and model.right.bias.grad is None
