@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules import module as all_modules
 
 _OWN = __name__.partition(".")[0]
+
+_NO_SETTINGS = frozenset({"_parameters", "_buffers", "_compiled_call_impl"})
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 
 _HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (
     all_modules._global_forward_pre_hooks,
@@ -46,6 +50,37 @@ def tensors_held_by(module: torch.nn.Module, *, buffers: bool) -> Iterator[tuple
     """Return what a module itself holds: each tensor with its name, and the table that has it under that."""
     tables: list[dict[str, Any]] = [module._parameters, *([module._buffers] if buffers else [])]
     return ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
+
+
+def settings_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a module holds beside its call and what trains or is saved: mode, numbers, parts, hooks, lists.
+
+    It is asked in every step. Containers are copied: what is written into them later is not seen.
+    """
+    return {name: _copied(value) for name, value in vars(module).items() if name not in _NO_SETTINGS}
+
+
+def lend(module: torch.nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
+    """Let a module hold other settings, of which it gets copies; what is returned gives it back its own."""
+    held = vars(module)
+    own = {name: value for name, value in held.items() if name not in _NO_SETTINGS}
+
+    def give_back() -> None:
+        _hold(held, own)
+
+    _hold(held, {name: _copied(value) for name, value in settings.items()})
+    return give_back
+
+
+def _hold(held: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    for name in held.keys() - settings.keys() - _NO_SETTINGS:
+        del held[name]
+    held.update(settings)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a container, and anything else as it is."""
+    return value.copy() if type(value) in _CONTAINERS else value
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:

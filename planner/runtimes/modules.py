@@ -22,7 +22,7 @@ from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
 from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs
-from planner.capture.module_internals import tensors_held_by
+from planner.capture.module_internals import lend, settings_of, tensors_held_by
 from planner.capture.parallel import units_of, whole
 from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.random_states import HostStates
@@ -213,7 +213,9 @@ class _Again(AbstractContextManager[None]):
     """Gives the second run what was kept, what the first drew from Python's and numpy's random states, and its state.
 
     These are the tensors that the module had then: ``torch.func.functional_call`` lends it others for a call. A tensor
-    that was written into since is refused. No further run touches running statistics, but copies of them.
+    that was written into since is refused. No further run touches running statistics, but copies of them. Modes,
+    numbers, hooks and parts are those of then too, and what a further run does to them leaves no trace: it counts
+    nothing twice.
 
     What was kept is given once: a third run, as for a second backward, computes everything.
     """
@@ -223,16 +225,22 @@ class _Again(AbstractContextManager[None]):
         self.giving = giving
         self.stack = ExitStack()
         self.drawn_from = HostStates()
-        self.read = [(table, name, t, version_of(t)) for table, name, t in _read_by(module)]
+        self.settings = [(part, settings_of(part)) for part in module.modules()]
+        self.read = [(table, name, t, version_of(t), t.requires_grad) for table, name, t in _read_by(module)]
 
     def __enter__(self) -> None:
         self.stack.enter_context(parts_run_as_they_are())  # as in the forward
         self.stack.callback(HostStates().restore)
         self.drawn_from.restore()
-        for table, name, tensor, version in self.read:
+        for part, settings in self.settings:
+            self.stack.callback(lend(part, settings))
+        for table, name, tensor, version, trains in self.read:
             if version_of(tensor) != version:
                 self.stack.close()
                 raise _changed(self.module, name)
+            if tensor.requires_grad != trains:  # it was frozen since, say
+                self.stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                tensor.requires_grad_(trains)
             if (now := table.get(name)) is not tensor:
                 self.stack.callback(table.__setitem__, name, now)
                 table[name] = tensor
@@ -249,9 +257,11 @@ class _Again(AbstractContextManager[None]):
 
 
 def _read_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Return the parameters and buffers of a module, but for running statistics, and where each is kept."""
+    """Return the tensors of a module, but for running statistics, and where each is kept."""
     for part in module.modules():
         yield from tensors_held_by(part, buffers=not keeps_statistics(part))
+        held = vars(part)
+        yield from ((held, name, value) for name, value in held.items() if isinstance(value, torch.Tensor))
 
 
 def _changed(module: nn.Module, name: str) -> RuntimeUnsupportedError:

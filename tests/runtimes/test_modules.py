@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,20 +269,97 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("state", ["bias", "buffer"])
+@pytest.mark.parametrize("state", ["bias", "buffer", "attribute"])
 def test_what_is_changed_before_the_backward_is_refused(state: str) -> None:
     model = Stack()
     for block in model.blocks:
         block.inner.register_buffer("unread", torch.zeros(1))
+        block.inner.mask = torch.zeros(1)
     planner.auto_wrap(model, rows(), activation_budget="60%", runtime="modules")
     chosen = model.get_submodule(modules_of(planner.plan_of(model))[0])
     loss = model(rows())
-    changed = next(chosen.buffers()) if state == "buffer" else chosen.get_parameter("inner.0.bias")
+    assert isinstance(chosen, Mlp)
+    changed = {"bias": chosen.inner[0].bias, "buffer": chosen.inner.unread, "attribute": chosen.inner.mask}[state]
     with torch.no_grad():
         changed.add_(0.1)
     with pytest.raises(RuntimeUnsupportedError, match="changed in place between the forward and its backward"):
         loss.backward()
     model(rows()).backward()
+
+
+def freeze(block: Any) -> None:
+    block.inner[0].requires_grad_(False)
+
+
+def drop_more(block: Any) -> None:
+    block.inner[2].p = 0.5
+
+
+def hook_outputs(block: Any) -> None:
+    block.inner[0].register_forward_hook(lambda module, given, output: 2 * output)
+
+
+def replace_part(block: Any) -> None:
+    block.inner[1] = nn.SiLU()
+
+
+def replace_forward(block: Any) -> None:
+    block.inner[1].forward = torch.sin
+
+
+@pytest.mark.parametrize("change", [nn.Module.eval, freeze, drop_more, hook_outputs, replace_part, replace_forward])
+def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), rows(), activation_budget="60%", runtime="modules")
+    chosen = modules_of(planner.plan_of(wrapped))
+    assert chosen
+    for model in (plain, wrapped):
+        torch.manual_seed(7)
+        loss = model(rows())
+        for block in model.blocks:
+            change(block)
+        changed = [dict(vars(part)) for part in model.blocks.modules()]
+        loss.backward()
+        assert [vars(part) for part in model.blocks.modules()] == changed
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+class Growing(nn.Module):
+    """Scales by what it keeps in Python: a number and a list, which each call adds to, and a tensor that it is lent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.scale = 0, [1.0], torch.ones(1)
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.seen[-1] / 2)
+        hidden = torch.tanh(self.first(x) * self.calls * self.scale)
+        return x + self.second(torch.sigmoid(hidden) * self.seen[-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*is called again before the backward")
+def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Growing() for _ in range(4)))
+    wrapped = copy.deepcopy(plain)
+    options: dict[str, Any] = {"activation_budget": "85%", "loss_fn": mean_square, "runtime": "modules"}
+    planner.auto_wrap(wrapped, rows(), **options)
+    assert modules_of(planner.plan_of(wrapped))
+    for model in (plain, wrapped):
+        losses = []
+        for scale in (0.5, 2.0):  # two forwards before a backward, each lent a tensor of its own
+            for block in model:
+                block.scale = torch.full((1,), scale)
+            losses.append(mean_square(model(rows())))
+        sum(losses).backward()
+        assert [(block.calls, len(block.seen)) for block in model] == 4 * [(2, 3)]
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() -> None:
