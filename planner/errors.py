@@ -91,6 +91,10 @@ class ForwardError(CaptureError):
     """The model's own forward fails while it is captured or recorded; the cause says how."""
 
 
+class NoBackwardError(CaptureError):
+    """Nothing that the model returns requires gradients."""
+
+
 class UnsupportedModelError(CaptureError):
     """The model was captured, but holds something that cannot be planned without risk."""
 

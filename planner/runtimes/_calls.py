@@ -16,7 +16,7 @@ from torch import nn
 from planner.capture.device import entered, of_model
 from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import masking_of
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, differentiable_in
 from planner.capture.module_internals import switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel import (
@@ -28,6 +28,7 @@ from planner.capture.parallel import (
 )
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched
 from planner.capture.trees import leaves_of
+from planner.errors import NoBackwardError
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.runtimes._arena import ArenaInUse, Arenas
@@ -166,6 +167,8 @@ class CallsInSituations(PlannedCalls):
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._decided: dict[Any, Decided] = {}
+        self._without_backward: set[Any] = set()
+        """Situations in which nothing requires gradients, as where everything is frozen."""
         self._is_said = False
         """Whether it was said that data decide what runs."""
 
@@ -187,11 +190,16 @@ class CallsInSituations(PlannedCalls):
         """Run the model with parts of it replaced."""
         inputs = Inputs(args, kwargs)
         situation = self.situation(inputs)
+        if situation in self._without_backward:
+            return self._run_plainly(inputs, situation)
         if situation not in self._decided:
             why = "a call unlike the earlier ones" if self._decided else "the first call"
-            with working(self.model) as done:
-                self._decided[situation] = self.decide(inputs)
-                done(why, self._decided[situation][0])
+            try:
+                with working(self.model) as done:
+                    self._decided[situation] = self.decide(inputs)
+                    done(why, self._decided[situation][0])
+            except NoBackwardError:
+                return self._run_plainly(inputs, situation)
         self.plan, installed = self._decided[situation]
         if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in self.plan.warnings):
             self._is_said = True
@@ -202,6 +210,15 @@ class CallsInSituations(PlannedCalls):
             )
         with installed():
             return call_implementation(self.model)(*args, **kwargs)
+
+    def _run_plainly(self, inputs: Inputs, situation: Any) -> Any:
+        """Run the model as it is, since nothing of it trains: should something do so after all, the next is planned."""
+        result = call_implementation(self.model)(*inputs.args, **inputs.kwargs)
+        if differentiable_in(result):
+            self._without_backward.discard(situation)
+        else:
+            self._without_backward.add(situation)
+        return result
 
 
 def situation_of(model: nn.Module, inputs: Inputs) -> Any:

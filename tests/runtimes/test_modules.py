@@ -269,6 +269,25 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("runtime", ["modules", pytest.param("auto", marks=pytest.mark.filterwarnings("ignore"))])
+def test_a_frozen_model_runs_as_it_is_until_it_trains_again(runtime: str) -> None:
+    model = Branching().requires_grad_(False)
+    planner.auto_wrap(model, activation_budget="60%", runtime=runtime)
+    assert not model(rows()).requires_grad
+    model.requires_grad_(True)(rows()).backward()
+    plan = planner.plan_of(model)
+    assert modules_of(plan)
+    model.requires_grad_(False)
+    assert not model(rows()).requires_grad
+    hook = model.blocks[0].register_forward_hook(lambda module, given, output: (output[0] * weight, output[1]))
+    weight = nn.Parameter(torch.ones(1))
+    for _ in range(2):  # a weight that is none of the model's: it is planned for once it was seen
+        model(rows()).backward()
+    assert weight.grad is not None and planner.plan_of(model) is not plan
+    hook.remove()
+    assert not model(rows()).requires_grad
+
+
 @pytest.mark.parametrize("state", ["bias", "buffer", "attribute"])
 def test_what_is_changed_before_the_backward_is_refused(state: str) -> None:
     model = Stack()

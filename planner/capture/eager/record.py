@@ -34,7 +34,7 @@ from planner.capture.torch_internals import (
 )
 from planner.capture.trees import tensors_in
 from planner.capture.unit_calls import UnitCalls
-from planner.errors import CaptureError, ForwardError, PlannerError
+from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 
 
@@ -186,7 +186,7 @@ def _backward(recorder: Recorder, outputs: Any, loss: LossMemory | None) -> None
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
     recorder.sums.watch(tensors)
     if not tensors:
-        raise CaptureError("nothing of the model needs a backward: no output requires gradients")
+        raise NoBackwardError("nothing of the model needs a backward: no output requires gradients")
     if all(t.dim() for t in tensors):
         recorder.trace.outside_bytes = sum(t.numel() * t.element_size() for t in tensors)
     if loss is not None:
