@@ -159,7 +159,9 @@ def _mark(module: nn.Module) -> None:
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled_call_impl is not None and torch.is_grad_enabled():  # a copy has none
+        call = self._compiled_call_impl  # a copy has none
+        # While the model is captured, code that others put around this may run it: accelerate's does for autocast.
+        if call is not None and not hasattr(call, "call") and torch.is_grad_enabled():
             _check_not_compiled(self)
         return type(self).forward(self, *args, **kwargs)
 

@@ -181,7 +181,7 @@ def test_adapters_and_tokens_added_after_wrapping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mixed_precision", "late"), tiered(product(["no", "bf16"], [False, True]), quick=[("no", False), ("bf16", True)])
+    ("mixed_precision", "late"), tiered(product(["no", "bf16"], [False, True]), quick=[("bf16", False), ("bf16", True)])
 )
 def test_accelerate(mixed_precision: str, late: bool) -> None:
     import accelerate
@@ -204,7 +204,7 @@ def test_accelerate(mixed_precision: str, late: bool) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         if budget is not None:
-            assert planner.plan_of(prepared)
+            assert planner.plan_of(prepared).runtime == "graph"
         return here.unwrap_model(prepared)
 
     assert same(train(None), train("80%"))
