@@ -590,6 +590,7 @@ def dynamo_settings() -> Iterator[None]:
         patch.object(OutputGraph, _RETURNED_LEAVES, _returned_leaves) if _check_returned_leaves else nullcontext(),
     ):
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace")  # a CaptureError says so
+        warnings.filterwarnings("ignore", "Error detected in")  # likewise, of a backward that cannot be traced
         yield
 
 

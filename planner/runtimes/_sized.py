@@ -96,8 +96,12 @@ class SizedPrograms:
         return code
 
     def _learn_eager(self, sizes: Sizes) -> None:
+        """Tell the formula what eager needs; a step whose calls do not follow from sizes turns out to be none."""
         if self._formula is not None and (recorded := self._eager()) is not None:
-            self._formula.learn_eager(recorded, sizes)
+            try:
+                self._formula.learn_eager(recorded, sizes)
+            except UnknownSizeError:
+                self._formula = None
 
     def _code_for(self, formula: SizedStep, planned: PlannedStep) -> Code:
         run = _run_by(planned)

@@ -110,7 +110,8 @@ class _Layout:
         """Find the layout of a tensor that is there at known sizes.
 
         Along a dimension of one element, kernels may choose another stride than tracing with symbols does: the one from
-        which the next dimension goes on. Elsewhere a stride that differs means that nothing is known.
+        which the next dimension goes on, or none if a number was expanded. Elsewhere a stride that differs means that
+        nothing is known.
         """
         if not isinstance(symbolic, Tensor):
             raise UnknownSizeError("a kernel lays its result out in its own way")
@@ -123,6 +124,8 @@ class _Layout:
                 strides.append(stride)
             elif plain.shape[d] == 1 and made == _whole(plain.shape, plain.stride(), d + 1):
                 strides.append(None)
+            elif shape[d] == 1 and made == 0:
+                strides.append(0)
             else:
                 raise UnknownSizeError("a kernel lays its result out in its own way")
         offset = expression_of(symbolic.storage_offset())

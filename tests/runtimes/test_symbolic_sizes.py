@@ -16,7 +16,8 @@ from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
-from planner.session import recorded
+from planner.session import recorded, sized_calls
+from planner.session.sized_calls import UnknownSizeError
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
 
@@ -103,6 +104,17 @@ class Means(nn.Module):
         return (z / y.numel()).std(0).mean() + F.avg_pool1d(z, 2).square().mean()
 
 
+class Critic(nn.Module):
+    """A column of scores, of which the backward makes one number seen as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Sequential(perceptron(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(x).mean()
+
+
 class Mean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return mean_square(x)
@@ -156,6 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
             for a, b in ((64, 36), (80, 15), (28, 48), (36, 84), (52, 56))
         ],
     ),
+    "column": (Critic, [(floats(rows, WIDTH),) for rows in (64, 48, 33, 57)]),
     "means": (Means, [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 15), (6, 22), (5, 27))]),
 }
 
@@ -247,6 +260,19 @@ def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch:
     assert plan.budget_bytes == expected.budget_bytes
 
 
+def test_a_step_that_follows_no_formula_is_planned_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise UnknownSizeError
+
+    monkeypatch.setattr(sized_calls, "_sized", unknown)
+    model = Stack(3, perceptron)
+    fixed, varying = wrapped(model), wrapped(model)
+    for rows in (64, 48, 33, 57):
+        *_, plan = step(varying, (floats(rows, WIDTH),))
+    *_, expected = step(fixed, (floats(rows, WIDTH),))
+    assert plan.baseline_peak_bytes == expected.baseline_peak_bytes
+
+
 @pytest.mark.parametrize("runtime", ["auto", "modules"])
 def test_nested_inputs_are_refused_by_name(runtime: str) -> None:
     model = planner.auto_wrap(Stack(2), activation_budget="75%", runtime=runtime)
@@ -280,10 +306,11 @@ class Margin(nn.Module):
 
 
 def test_what_cannot_be_symbols_is_captured_at_each_size_without_a_log(
-    captures: list[int], capfd: pytest.CaptureFixture[str]
+    captures: list[int], capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = wrapped(Margin())
     for rows in (64, 48, 32):
         step(model, (torch.randn(rows, WIDTH), torch.randint(4, (rows,))))
     assert planner.plan_of(model).runtime == "graph"
     assert "Backend compiler exception" not in capfd.readouterr().err
+    assert not any("Error detected" in str(warning.message) for warning in recwarn)
