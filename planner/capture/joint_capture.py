@@ -447,6 +447,7 @@ class Backend:
             )
             joints.append(captured)
             _check_strided(captured)
+            _check_stay(captured)
             _check_apart(captured)
             if programs is not None:
                 return programs.captured(captured)
@@ -499,6 +500,16 @@ def _check_strided(joint: JointGraph) -> None:
             raise UnsupportedModelError(
                 f"{node.target}{f' ({source})' if source else ''} makes a sparse tensor, whose memory depends on data"
             )
+
+
+def _check_stay(joint: JointGraph) -> None:
+    """Raise an UnsupportedModelError for inputs that are given other memory: what they held is not there to read."""
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
+        source = places_of(joint.graph)[node.args[1]].source
+        raise UnsupportedModelError(
+            f"the forward gives a parameter or a buffer other memory by .data ={f' ({source})' if source else ''}: "
+            "write into it in place, under torch.no_grad()"
+        )
 
 
 def _check_apart(joint: JointGraph) -> None:

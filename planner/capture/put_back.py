@@ -71,16 +71,21 @@ def written_back(tensors: Iterable[torch.Tensor]) -> Iterator[Sequence[tuple[tor
     """Undo what a step with data writes into tensors: parameters, and what it is given.
 
     A tensor is copied before it is written into for the first time: what is only read takes no memory. Tensors and
-    copies are given as they come.
+    copies are given as they come, those that are given other memory (``.data =``) in the end.
     """
-    writes = _Writes(tensors)
+    memories = [(tensor, tensor.data) for tensor in tensors if tensor.layout is torch.strided]
+    writes = _Writes(tensor for tensor, _ in memories)
     try:
         with writes:
             yield writes.before
     finally:
+        moved = [(tensor, memory) for tensor, memory in memories if storage_id(tensor) != storage_id(memory)]
+        for tensor, memory in moved:
+            tensor.data = memory
         with torch.no_grad():
             for tensor, before in writes.before:
                 tensor.copy_(before)
+        writes.before += moved
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,8 +94,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in tensors:
-            if tensor.layout is torch.strided:
-                self._at[storage_id(tensor)].append(tensor)
+            self._at[storage_id(tensor)].append(tensor)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

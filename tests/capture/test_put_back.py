@@ -163,3 +163,23 @@ def test_weights_and_inputs_that_a_step_with_data_writes_into_are_as_before(runt
     before = [tensor.clone() for tensor in (*model.parameters(), x)]
     planner.plan(model, x, activation_budget="100%", loss_fn=torch.Tensor.mean, runtime=runtime, time_limit_seconds=1)
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
+
+
+class Moving(Writing):
+    """Gives its frozen copy other memory, after it has written into that which it had."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.after.weight.mul_(0.9)
+        self.after.weight.data = self.after.weight.data + 0.1 * self.layers[0].weight.data
+        y = self.after(self.layers(x))
+        return y[y > 0].square()
+
+
+@pytest.mark.parametrize("runtime", ["auto", "modules", "parts"])
+def test_weights_that_a_step_with_data_gives_other_memory_have_their_own_again(runtime: str) -> None:
+    model, x = Moving(), torch.randn(16, 8)
+    before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
+    planner.plan(model, x, activation_budget="100%", loss_fn=torch.Tensor.mean, runtime=runtime, time_limit_seconds=1)
+    for parameter, (at, then) in zip(model.parameters(), before, strict=True):
+        assert parameter.data_ptr() == at and torch.equal(parameter, then)
