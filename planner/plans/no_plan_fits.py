@@ -18,6 +18,7 @@ from planner.plans.plan import NoPlanFitsError, PlanOrigin
 from planner.plans.plan_file import SCHEMA
 from planner.plans.smallest import lowest_plan_known
 from planner.solvers.auto import AutoSolver
+from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known
 from planner.solving.peak_bounds import lowest_peak, proven_lowest
 
@@ -25,18 +26,22 @@ from planner.solving.peak_bounds import lowest_peak, proven_lowest
 def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
     """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
     floor = lowest_peak(problem)
-    lowest_bytes, lowest = floor.found_peak_bytes, None
+    lowest_bytes, operation, lowest = floor.found_peak_bytes, floor.found_operation, None
     found = [known] if (known := lowest_plan_known(problem, search)) is not None else []
-    if problem.host is None and problem.regions is None:
+    if problem.regions is not None:
+        found.insert(0, lowest_choice(problem, search.clock()))
+    elif problem.host is None:
         found.insert(0, AutoSolver().lowest(problem, effort=search, progress=search.progress))
     if found:
         lowest = min(found, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
-        lowest_bytes = problem.evaluate(lowest).peak_bytes
+        evaluation = problem.evaluate(lowest)
+        lowest_bytes = evaluation.peak_bytes
+        operation = problem.graph.operations[lowest.order[evaluation.peak_position]].name
     before_bytes = lowest_bytes + problem.graph.total_static_bytes
     return InfeasibleBudgetError(
         f"{why} breaks the budget",
         minimum_feasible_peak_bytes=max(after_bytes, before_bytes),
-        operation=OPTIMIZER_STEP if after_bytes >= before_bytes else floor.found_operation,
+        operation=OPTIMIZER_STEP if after_bytes >= before_bytes else operation,
         is_proven=after_bytes > 0,
         lowest=lowest,
     )

@@ -159,6 +159,15 @@ def test_errors_say_of_what_a_smallest_budget_is_proven() -> None:
         planner.plan(Stack(), rows(), activation_budget=1, runtime="modules")
 
 
+def test_a_budget_below_what_is_resident_is_told_what_a_choice_of_modules_is_known_for() -> None:
+    model, x = Stack(3), rows()
+    options: dict[str, Any] = {"runtime": "modules", "time_limit_seconds": 1.0}
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        planner.plan(model, x, budget=1, **options)
+    smallest_bytes = refused.value.minimum_feasible_peak_bytes
+    assert planner.plan(model, x, budget=smallest_bytes, **options).peak_bytes <= smallest_bytes
+
+
 def test_the_choice_is_the_best_of_all() -> None:
     problem, regions = problem_of(Stack(3), rows(64))
     variants = variants_of(regions, problem.graph, problem.costs)
