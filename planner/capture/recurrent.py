@@ -176,4 +176,9 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     return (*lstm_layer_backward(*saved, *arriving, ctx.reverse, kept), None, None)
 
 
+def is_onednn_lstm(target: Any) -> bool:
+    """Whether an operator is a layer by oneDNN, which alone says how much is kept: with symbols that is no formula."""
+    return str(target) in ("checkpoint_planner.lstm_layer.default", "checkpoint_planner.lstm_layer_backward.default")
+
+
 lstm_layer.register_autograd(_differentiate, setup_context=_remember)

@@ -17,6 +17,8 @@ from planner.analysis.study import Study
 from planner.capture.device import of_model
 from planner.capture.expressions import expression_of
 from planner.capture.inputs import new_bytes
+from planner.capture.joint import is_cudnn_rnn
+from planner.capture.recurrent import is_onednn_lstm
 from planner.capture.symbolic import SYMBOLIC_VALUE, Sizes
 from planner.common import timings
 from planner.common.units import round_up
@@ -56,7 +58,12 @@ class SizedStep:
         return SizedEager({expression for node in nodes for expression in _sizes_of(node)})
 
     def lowered_at(self, given: Sequence[Any], sizes: Sizes) -> LoweredStep:
-        """Return the step for what the program is given, its operations as they were at the sizes that are known."""
+        """Return the step for what the program is given, its operations as they were at the sizes that are known.
+
+        UnknownSizeError if a kernel keeps what no formula says: with the bytes of other sizes it would run astray.
+        """
+        if self._asks_kernels:
+            raise UnknownSizeError("only a kernel says how much it keeps")
         values_bytes = self._values_bytes(sizes)
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
@@ -118,6 +125,11 @@ class SizedStep:
         return self.study.in_place.single_costs
 
     # Bytes of values.
+
+    @cached_property
+    def _asks_kernels(self) -> bool:
+        targets = {node.target for node in self.step.lowered.operation_nodes if node is not None}
+        return any(is_cudnn_rnn(target) or is_onednn_lstm(target) for target in targets)
 
     @cached_property
     def _formulas(self) -> tuple[Any, ...]:

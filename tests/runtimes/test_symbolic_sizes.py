@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import joint_capture
+from planner.capture import joint_capture, recurrent
 from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
-from planner.session import recorded, sized_calls
+from planner.session import recorded, sized, sized_calls
 from planner.session.sized_calls import UnknownSizeError
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
@@ -271,6 +272,32 @@ def test_a_step_that_follows_no_formula_is_planned_at_each_size(monkeypatch: pyt
         *_, plan = step(varying, (floats(rows, WIDTH),))
     *_, expected = step(fixed, (floats(rows, WIDTH),))
     assert plan.baseline_peak_bytes == expected.baseline_peak_bytes
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(self.head(self.layer(x)[0]))
+
+
+def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write beyond what was kept at another size."""
+    of_calls = sized.of_calls
+
+    def spy(nodes: Sequence[Any], *rest: Any) -> Any:
+        for node in nodes:
+            if str(node.target) == "checkpoint_planner.lstm_layer_backward.default":
+                x, kept = node.args[0].meta["val"], node.args[-1].meta["val"]
+                assert kept.numel() == recurrent._kept(tuple(x.shape), WIDTH, torch.float32)[0]
+        return of_calls(nodes, *rest)
+
+    monkeypatch.setattr(sized, "of_calls", spy)
+    varying = planner.auto_wrap(Recurrent(), activation_budget="150%", runtime="graph", time_limit_seconds=0.2)
+    for rows in (12, 8, 10, 6):
+        step(varying, (floats(12, rows, WIDTH),))
 
 
 @pytest.mark.parametrize("runtime", ["auto", "modules"])
