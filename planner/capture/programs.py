@@ -38,7 +38,7 @@ class Program:
     """Is called before each run."""
     at: Callable[[Sequence[Any]], Program] | None = None
     """Returns what runs at the same sizes where other numbers change."""
-    may_be_better: Callable[[], bool] | None = None
+    may_be_better: Callable[[], bool | None] | None = None
     """Whether another is to be made for these sizes; is asked before each run."""
 
 
@@ -185,7 +185,7 @@ class ProgramsBySize:
 
 
 def _may_be_better(program: Program) -> bool:
-    return program.may_be_better is not None and program.may_be_better()
+    return program.may_be_better is not None and bool(program.may_be_better())
 
 
 def _stand_in(joint: JointGraph) -> Halves:

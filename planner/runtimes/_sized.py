@@ -63,13 +63,15 @@ class SizedPrograms:
         else:
             assert self._formula is not None
             code = self._code_for(self._formula, planned)
-        assert self._formula is not None
-        again = weakly(self._looks_again, sizes_of(self._formula.inputs(given)), planned.plan)
-        return _bound(code, weakly(self._entered, planned.plan), lambda: bool(again()), joint, given)
+        again = None
+        if self._formula is not None:
+            again = weakly(self._looks_again, sizes_of(self._formula.inputs(given)), planned.plan)
+        return _bound(code, weakly(self._entered, planned.plan), again, joint, given)
 
     def _looks_again(self, sizes: InputSizes, plan: Plan) -> bool:
         """Whether to look again at a plan; where no formula says what a size needs, it keeps what it has."""
-        return self._is_confirmed and sizes not in self._unknown and self._may_be_better(sizes, plan)
+        has_formula = self._formula is not None and self._is_confirmed
+        return has_formula and sizes not in self._unknown and self._may_be_better(sizes, plan)
 
     def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
         if self._formula is None or not self._is_confirmed:
@@ -113,7 +115,7 @@ class SizedPrograms:
 def _bound(
     code: Code,
     entered: Callable[[], None],
-    may_be_better: Callable[[], bool],
+    may_be_better: Callable[[], bool | None] | None,
     joint: JointGraph,
     given: Sequence[Any],
 ) -> Program:
