@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from planner.report import progress
+from planner.solving import lowest_known
 
 # Nobody's own cache: a test that wants one names its folder.
 os.environ["CHECKPOINT_PLANNER_CACHE"] = "off"
@@ -40,6 +41,11 @@ def _what_other_tests_left_is_not_walked_again() -> None:
     if "torch" in sys.modules:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_is_known_from_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowest_known, "_here", {})
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0)
         found.insert(0, AutoSolver().lowest(problem, effort=search, progress=search.progress))
     if found:
         lowest = min(found, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
+        lowest = lowest if search.deterministic else lowest_known.lower(problem, lowest)
         evaluation = problem.evaluate(lowest)
         lowest_bytes = evaluation.peak_bytes
         operation = problem.graph.operations[lowest.order[evaluation.peak_position]].name

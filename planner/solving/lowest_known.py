@@ -1,6 +1,7 @@
 """The plan of the lowest peak that was ever found for a step: what was once said to be feasible stays feasible.
 
-A solver stops when its time is over, so one run can miss what another found. Kept beside the solutions, on disk.
+A solver stops when its time is over, so one run can miss what another found. Kept beside the solutions, on disk; and
+for as long as the process lives, since there may be no cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from planner.solving import solution_cache
 
 _NAME = "lowest"
 
+_MOST_HERE = 256
+_here: dict[str, Schedule] = {}
+"""By the problem without its budget, what this process found; the oldest first."""
+
 
 def applies_to(problem: Problem) -> bool:
     """Whether every schedule is a plan: nothing waits on a host, and nothing is confined to modules or blocks."""
@@ -23,15 +28,21 @@ def applies_to(problem: Problem) -> bool:
 def find(problem: Problem) -> Schedule | None:
     """Return the schedule of the lowest peak that is known, whatever the budget is; None if nothing is."""
     posed = _without_budget(problem)
-    solution = solution_cache.find(posed, solution_cache.key_of(posed, _NAME, SolveLimits()))
-    return solution.schedule if solution is not None else None
+    key = solution_cache.key_of(posed, _NAME, SolveLimits())
+    solution = solution_cache.find(posed, key)
+    return solution.schedule if solution is not None else _here.get(key)
 
 
 def keep(problem: Problem, schedule: Schedule) -> None:
     """Keep a schedule that has a lower peak than what is known."""
     posed = _without_budget(problem)
     solution = Solution.simulated(posed.evaluate(schedule), schedule, _NAME)
-    solution_cache.keep(solution_cache.key_of(posed, _NAME, SolveLimits()), solution)
+    key = solution_cache.key_of(posed, _NAME, SolveLimits())
+    solution_cache.keep(key, solution)
+    _here.pop(key, None)
+    _here[key] = schedule
+    if len(_here) > _MOST_HERE:
+        del _here[next(iter(_here))]
 
 
 def lower(problem: Problem, schedule: Schedule) -> Schedule:

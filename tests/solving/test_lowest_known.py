@@ -70,7 +70,10 @@ def test_an_error_names_the_lowest_peak_that_was_ever_found() -> None:
     assert caught.value.minimum_feasible_peak_bytes == LOWEST.found_peak_bytes + GRAPH.total_static_bytes
 
 
-def test_what_a_search_finds_is_kept() -> None:
+@pytest.mark.parametrize("cache", ["a folder", "off"])
+def test_what_a_search_finds_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cache == "off":
+        monkeypatch.setenv(cache_folder.VARIABLE, "off")
     with pytest.raises(NoPlanFitsError) as caught:
         make_plan(GRAPH, COSTS, budget="30%", time_limit_seconds=0.5)
     known = lowest_known.find(PROBLEM)
@@ -87,3 +90,12 @@ def test_what_a_curve_names_as_the_smallest_budget_is_known_to_later_plans(monke
     monkeypatch.setattr(AutoSolver, "lowest", lambda solver, problem, **_: Schedule.keep_all(problem.graph))
     assert study.lowest(PROBLEM, effort=effort) == lowest
     assert study.lowest(PROBLEM, effort=replace(effort, deterministic=True)) == Schedule.keep_all(GRAPH)
+
+
+def test_what_is_named_where_the_resident_bytes_alone_break_the_budget_is_kept() -> None:
+    with pytest.raises(NoPlanFitsError) as caught:
+        make_plan(GRAPH, COSTS, budget=1, time_limit_seconds=0.5)
+    known = lowest_known.find(PROBLEM)
+    assert known is not None
+    peak_bytes = PROBLEM.evaluate(known).peak_bytes + GRAPH.total_static_bytes
+    assert peak_bytes == caught.value.minimum_feasible_peak_bytes
