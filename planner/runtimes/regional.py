@@ -32,6 +32,7 @@ from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
+from planner.capture.module_facts import module_facts
 from planner.capture.parallel import has_units, shards_of, units_of, whole
 from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
 from planner.capture.torch_internals import Compiler, aot_backend
@@ -307,9 +308,11 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler:
     blocks, left = step.capture_blocks(lowering(model, options), compiler)
     if not blocks:
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
+        fills_cache = left and any(facts.fills_cache for facts in module_facts(model))
+        without = "set model.config.use_cache = False (blocks write into the cache), or " if fills_cache else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
-            f"step, with parameters) that could be planned one by one{why}; take runtime='graph'"
+            f"step, with parameters) that could be planned one by one{why}; {without}take runtime='graph'"
         )
     around = lower_around(step, blocks, inputs, options)
     left |= {path: "its backward does not run" for path in blocks if path not in around.blocks}

@@ -135,6 +135,17 @@ def test_blocks_are_the_outermost_repeated_members() -> None:
     assert blocks_of(Nested(), torch.randn(2, 2)) == ["all.0.0", "all.0.1", "all.1.0", "all.1.1"]
 
 
+def test_blocks_that_fill_a_cache_are_refused_with_the_way_out() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(64, (2, 8))
+    with pytest.raises(UsageError, match=r"set model.config.use_cache = False .*, or take runtime='graph'"):
+        planner.plan(model, {"input_ids": ids, "labels": ids}, budget="90%", runtime="regional")
+
+
 def test_a_model_without_blocks_is_sent_elsewhere() -> None:
     with pytest.raises(UsageError, match=r"has no repeated blocks.*take runtime='graph'"):
         plan(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), TABLE, "100%")
