@@ -300,6 +300,30 @@ def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(mo
         step(varying, (floats(12, rows, WIDTH),))
 
 
+class Pooled(nn.Module):
+    """Lengths of two and three become one, which pooling of a transposed batch lays out in another way than tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Stack(3, perceptron, has_loss=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks(x).transpose(1, 2).cumsum(-1)
+        return F.avg_pool1d(y, 2).square().mean()
+
+
+def test_a_result_that_a_kernel_lays_out_in_its_own_way_is_made_plain_at_each_size() -> None:
+    model = Pooled()
+    varying = wrapped(model)
+    for inputs in [(floats(batch, length, WIDTH),) for batch, length in ((32, 2), (24, 3), (27, 2), (20, 3))]:
+        loss, state, _ = step(varying, inputs)
+        expected = copy.deepcopy(model)
+        expected_loss = expected(*inputs)
+        expected_loss.backward()
+        assert torch.equal(loss, expected_loss)
+        assert all(torch.equal(state[name], p.grad) for name, p in expected.named_parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize("runtime", ["auto", "modules"])
 def test_nested_inputs_are_refused_by_name(runtime: str) -> None:
     model = planner.auto_wrap(Stack(2), activation_budget="75%", runtime=runtime)
