@@ -25,7 +25,7 @@ from planner.capture.torch_internals import FakeTensor, FakeTensorMode, suggest_
 
 aten = torch.ops.aten
 
-_WITH_STATISTICS = {
+WITH_STATISTICS = {
     aten.native_layer_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
@@ -92,7 +92,7 @@ def results_of(elsewhere: Elsewhere | None) -> Iterator[None]:
         made = go_on()
         if function is aten.cudnn_batch_norm.default:  # of which no fake kernel knows what it gives
             return (made[0], *(_typed(mode, tensor, args[1].dtype) for tensor in made[1:3]), made[3])
-        return _as_on_cuda(mode, function, args, kwargs, made) if function in _WITH_STATISTICS else made
+        return _as_on_cuda(mode, function, args, kwargs, made) if function in WITH_STATISTICS else made
 
     token = _is_elsewhere.set(True)
     try:

@@ -1,9 +1,11 @@
-"""Layouts as kernels give them, where fake tensors trace others.
+"""Layouts and types as kernels give them, where fake tensors trace others.
 
 Some elementwise operators are traced through a decomposition whose result is laid out in another way than the
 kernel's (``elu_backward`` of a transposed gradient, say), and so are norms of a transposed input on a CPU. What
 follows may then copy, and that would go unseen; or it would be traced as a view of what can only be copied, and fail.
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
+
+Statistics of norms of 16 bits, with weights of 32, have 32 on a CPU, and 16 in traces.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import operands
 from planner.capture.dropout import dropout
-from planner.capture.elsewhere import Elsewhere, is_elsewhere, results_of
+from planner.capture.elsewhere import WITH_STATISTICS, Elsewhere, is_elsewhere, results_of
 from planner.capture.fake_internals import fake_calls_by
 from planner.capture.torch_internals import (
     FakeTensor,
@@ -43,6 +45,8 @@ _NORMS = {
     aten.native_layer_norm_backward.default,
 }
 """Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
+
+_WITH_STATISTICS = {*WITH_STATISTICS, aten.native_batch_norm.default, aten.native_group_norm.default}
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
@@ -72,6 +76,8 @@ def layouts_of_kernels() -> Iterator[None]:
 
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Return the fake result of a call the strides of its kernel: of views, elementwise operators and norms."""
+    if function in _WITH_STATISTICS:
+        result = _with_types_of_statistics(arguments, result)
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
     read = leaf_tensors((arguments, keywords))
@@ -85,6 +91,18 @@ def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -
     if all(map(_is_contiguous, read)):
         return result
     return _laid_out(function, arguments, keywords, result)
+
+
+def _with_types_of_statistics(arguments: Any, made: Any) -> Any:
+    """Return what a norm gives, with statistics of the type that ``param_scalar_type`` of mixed_data_type.h has."""
+    x, *others = leaf_tensors(arguments)
+    statistics = made[1:3]
+    if x.device.type != "cpu" or is_elsewhere() or not all(isinstance(each, FakeTensor) for each in statistics):
+        return made
+    if x.dtype not in (torch.bfloat16, torch.half) or all(other.dtype != torch.float32 for other in others):
+        return made
+    with statistics[0].fake_mode, torch.no_grad():
+        return (made[0], *(torch.empty_like(each, dtype=torch.float32) for each in statistics), *made[3:])
 
 
 def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
