@@ -14,6 +14,7 @@ from planner.capture import fake_mode
 from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import Backend
+from planner.capture.memory import measure_peak
 from planner.errors import PlanMismatchError, UsageError
 from tests.runtimes.steps import wrap_and_hold
 
@@ -240,3 +241,37 @@ def test_blocks_that_differ_in_anything_that_they_use_have_code_of_their_own(com
     blocks[6].layer.register_forward_hook(lambda module, inputs, output: -output)
     wrap_and_hold(stacked(blocks), TABLE, activation_budget="100%", runtime="regional")
     assert len(compiled) == 2 * 6  # the first, the fourth and the last are equal
+
+
+class ConvolutionsOutside(nn.Module):
+    """A convolution before and after the blocks, whose weights autocast copies; the backward needs the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x).float().square().mean()
+
+
+@pytest.mark.parametrize("runtime", ["regional", "parts"])
+def test_copies_of_weights_that_autocast_makes_outside_of_blocks_are_counted(runtime: str) -> None:
+    x = torch.randn(8, 32, 8, 8)
+
+    def step(model: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+
+    model = ConvolutionsOutside()
+    with torch.autocast("cpu", torch.bfloat16):
+        planner.auto_wrap(model, x, activation_budget="200%", runtime=runtime, cost_model="roofline")
+    step(model)
+    model.zero_grad()
+    measured, _ = measure_peak(lambda: step(model), torch.device("cpu"))
+    plan = planner.plan_of(model)
+    assert 0 <= plan.peak_bytes - plan.total_static_bytes - measured < 256

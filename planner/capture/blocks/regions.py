@@ -259,6 +259,7 @@ class Step:
 
     def _follow(self, recorder: Recorder, loss: LossMemory | None) -> None:
         outputs = self._forward()
+        torch.clear_autocast_cache()  # as where a loop's forward ends
         tensors = tensors_in(outputs)
         recorder.mark(tensors, "output")
         losses = differentiated(outputs, loss)
@@ -329,6 +330,7 @@ class Step:
         ):
             if self.begins_with is not None:
                 self.begins_with.restore()
+            torch.clear_autocast_cache()  # copies that were made when the model was followed before would go unseen
             yield
 
     @contextmanager
