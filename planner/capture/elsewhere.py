@@ -32,7 +32,7 @@ WITH_STATISTICS = {
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
 }
-"""Of these, fake kernels know what they give on which device. GroupNorm's statistics follow the input everywhere."""
+"""Of these, fake kernels know what they give on which device. GroupNorm's statistics follow the input on CUDA."""
 
 _LARGEST_BATCH = {"rows": 131_070, "maps": 880_801}
 """Of cuDNN's BatchNorm in training: for inputs of two dimensions, and of more."""

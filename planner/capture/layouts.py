@@ -5,7 +5,7 @@ kernel's (``elu_backward`` of a transposed gradient, say), and so are norms of a
 follows may then copy, and that would go unseen; or it would be traced as a view of what can only be copied, and fail.
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
 
-Statistics of norms of 16 bits, with weights of 32, have 32 on a CPU, and 16 in traces.
+Norms of 16 bits with weights of 32 have statistics of 32 on a CPU, and of 16 in traces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NORMS = {
 }
 """Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
 
-_WITH_STATISTICS = {*WITH_STATISTICS, aten.native_batch_norm.default, aten.native_group_norm.default}
+_WITH_STATISTICS_ON_A_CPU = {*WITH_STATISTICS, aten.native_batch_norm.default, aten.native_group_norm.default}
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
@@ -75,9 +75,14 @@ def layouts_of_kernels() -> Iterator[None]:
 
 
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-    """Return the fake result of a call the strides of its kernel: of views, elementwise operators and norms."""
-    if function in _WITH_STATISTICS:
+    """Return the fake result of a call as its kernel lays it out: of views, elementwise operators and norms.
+
+    Norms have the types of their kernels, too.
+    """
+    if function in _WITH_STATISTICS_ON_A_CPU:
         result = _with_types_of_statistics(arguments, result)
+    elif function is aten.native_group_norm_backward.default:  # traced in the type of the statistics
+        result = (_of_type(arguments[1].dtype, result[0]), *result[1:])
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
     read = leaf_tensors((arguments, keywords))
@@ -96,13 +101,19 @@ def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -
 def _with_types_of_statistics(arguments: Any, made: Any) -> Any:
     """Return what a norm gives, with statistics of the type that ``param_scalar_type`` of mixed_data_type.h has."""
     x, *others = leaf_tensors(arguments)
-    statistics = made[1:3]
-    if x.device.type != "cpu" or is_elsewhere() or not all(isinstance(each, FakeTensor) for each in statistics):
+    if x.device.type != "cpu" or is_elsewhere():
         return made
     if x.dtype not in (torch.bfloat16, torch.half) or all(other.dtype != torch.float32 for other in others):
         return made
-    with statistics[0].fake_mode, torch.no_grad():
-        return (made[0], *(torch.empty_like(each, dtype=torch.float32) for each in statistics), *made[3:])
+    return (made[0], *(_of_type(torch.float32, each) for each in made[1:3]), *made[3:])
+
+
+def _of_type(dtype: torch.dtype, traced: Any) -> Any:
+    """Return what was traced with another type, if it is a fake tensor."""
+    if not isinstance(traced, FakeTensor) or traced.dtype == dtype:
+        return traced
+    with traced.fake_mode, torch.no_grad():
+        return torch.empty_like(traced, dtype=dtype)
 
 
 def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:

@@ -12,6 +12,8 @@ from torch.nn.modules import module as all_modules
 _OWN = __name__.partition(".")[0]
 
 _NO_SETTINGS = frozenset({"_parameters", "_buffers", "_compiled_call_impl"})
+"""Attributes of a module that are what trains or is saved, and its call."""
+
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 
 _HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (

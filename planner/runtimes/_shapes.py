@@ -21,6 +21,8 @@ _ANY: InputSizes = ((-1,),)
 """Stands for sizes that are not known."""
 
 _SECONDS_OF_AN_OPERATION = 1e-3
+"""What planning anew and writing the code takes for each operation of the step, roughly: 0.3 s for a Llama of twelve
+layers on one core (``benchmarks.sizes``), and a search may take as much again."""
 
 
 class PlansBySize:

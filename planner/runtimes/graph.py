@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ from planner.runtimes._shapes import (
 from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
-from planner.session.step import Options, PlannedStep, called_with, captured, carried_over
+from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
 from planner.session.telling import one_at_a_time, working
 
@@ -357,23 +357,13 @@ class GraphRuntime(PlannedCalls):
 
     def _planned_at(self, sizes: InputSizes, study: Study) -> Plan:
         """Take over a plan for inputs of some sizes, or plan anew where none fits or that has become due."""
-        nearest = self._plans.nearest(sizes)
-        taken = None if nearest is None else carried_over(study, self.options, nearest)
-        if taken is not None and not self._plans.is_due(taken):
-            self._plans.add(sizes, taken)
-            return taken
-        search = replace(self.options.search, enough=_ENOUGH)
-        if taken is not None:
+        options = replace(self.options, search=replace(self.options.search, enough=_ENOUGH))
+        plan = plan_study(study, options, reuse=self._plans.nearest(sizes))
+        is_due = self._plans.is_due(plan)
+        if is_due:
             self._plans.looked()
-            limit_seconds = min(search.time_limit_seconds, planning_seconds(taken))
-            search = replace(search, time_limit_seconds=limit_seconds)
-        plan = taken
-        with nullcontext() if taken is None else suppress(InfeasibleBudgetError):  # not found in so little time
-            plan = study.planned(self.options.budget, search, self.options.offload, self.options.strategy)
-        assert plan is not None
-        if taken is not None and plan.added_seconds > taken.added_seconds:
-            plan = taken
-        self._plans.add(sizes, plan, is_settled=True)
+            plan = _own_or(plan, study, options)
+        self._plans.add(sizes, plan, is_settled=is_due)
         return plan
 
     def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
@@ -456,6 +446,16 @@ class GraphRuntime(PlannedCalls):
         self._expected = positions
         self._graphs = 0
         self._new_calls()
+
+
+def _own_or(taken: Plan, study: Study, options: Options) -> Plan:
+    """Look for a plan, and return that or the one that was taken over, whichever is cheaper."""
+    limit_seconds = min(options.search.time_limit_seconds, planning_seconds(taken))
+    options = replace(options, search=replace(options.search, time_limit_seconds=limit_seconds))
+    try:
+        return min(plan_study(study, options), taken, key=lambda plan: plan.added_seconds)
+    except InfeasibleBudgetError:  # none was found in so little time
+        return taken
 
 
 class _Graph(StartsCalls):

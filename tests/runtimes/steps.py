@@ -63,10 +63,40 @@ def wrap_and_hold(
     return planner.plan_of(model)
 
 
+class UnderAutocast(nn.Module):
+    """Stands for a training loop that calls its model under autocast, and the backward outside of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output: torch.Tensor = self.model(x)
+        return output
+
+
+def wrap_and_hold_under_autocast(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:
+    """Do what :func:`wrap_and_hold` does, in a loop that calls the model under autocast."""
+    plain, loop = UnderAutocast(copy.deepcopy(model)), UnderAutocast(model)
+    planner.auto_wrap(model, **options)
+    assert_same(train(plain, x), train(loop, x))
+    hold_peak(loop, x, planned=model)
+    return planner.plan_of(model)
+
+
 def hold_peak(
-    model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, least: float = 0.999, rounded: bool = False
+    model: nn.Module,
+    x: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    least: float = 0.999,
+    rounded: bool = False,
+    planned: nn.Module | None = None,
 ) -> None:
     """Hold the peaks of one more step, on the device and on the host, to those that the plan predicts.
+
+    The plan is that of the model, or of the part that is ``planned``.
 
     ``least`` says what share of what the plan allocates must be there; all of it is where sizes are ``rounded`` up as
     the planner counts them. It does not round the few bytes that kernels allocate inside, for numbers say.
@@ -75,7 +105,7 @@ def hold_peak(
     model.zero_grad()
     with record() as recording:
         step(model, x, loss_fn)
-    plan = planner.plan_of(model)
+    plan = planner.plan_of(planned or model)
     predicted_bytes = plan.peak_bytes - plan.total_static_bytes
     if rounded:
         is_rounded = predicted_bytes % 64 == 0  # nothing that a kernel allocates inside is there at the peak

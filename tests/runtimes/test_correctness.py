@@ -388,19 +388,6 @@ def test_parameters_of_an_unused_output_stay_without_gradient(rows: list[int]) -
     assert_exact(TwoHeads, step)
 
 
-def test_parameters_of_an_unused_output_stay_without_gradient_at_sizes_that_vary() -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        losses = []
-        for rows in (ROWS, ROWS - 8, ROWS - 16):
-            loss = model(data(rows))["left"].square().mean()
-            loss.backward()
-            losses.append(loss)
-        assert model.right.weight.grad is None and model.left.weight.grad is not None
-        return losses
-
-    assert_exact(TwoHeads, step)
-
-
 def test_each_output_of_a_kept_graph_has_a_backward_of_its_own() -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         outputs = model(data())

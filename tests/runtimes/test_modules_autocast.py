@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 import planner
 from planner.capture.memory import record
 from planner.plans.module_choices import modules_of
 from tests.models import Convolutions, Stack, images, rows
-from tests.runtimes.steps import assert_same, peak_of, step, train
+from tests.runtimes.steps import UnderAutocast, assert_same, peak_of, step, train
 
 
 class Tied(Stack):
@@ -24,19 +23,7 @@ class Tied(Stack):
 @pytest.mark.parametrize("build", [Stack, Tied, Convolutions])
 def test_autocast_around_the_call_hides_no_module(build: type[nn.Module]) -> None:
     """Weights that it has cast are kept no longer than the call, where they could be given up with their module."""
-
-    class Cast(nn.Module):
-        """Stands for a training loop, whose backward is outside autocast."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.model(x)
-
-    plain, trained = Cast(), Cast()
+    plain, trained = UnderAutocast(build()), UnderAutocast(build())
     trained.load_state_dict(plain.state_dict())
     x = images() if build is Convolutions else rows(512)
     planner.auto_wrap(trained.model, budget="85%", runtime="modules", time_limit_seconds=1.0)

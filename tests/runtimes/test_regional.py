@@ -14,9 +14,8 @@ from planner.capture import fake_mode
 from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import Backend
-from planner.capture.memory import measure_peak
 from planner.errors import PlanMismatchError, UsageError
-from tests.runtimes.steps import wrap_and_hold
+from tests.runtimes.steps import wrap_and_hold, wrap_and_hold_under_autocast
 
 ROWS, WIDTH = 256, 32
 
@@ -261,17 +260,6 @@ class ConvolutionsOutside(nn.Module):
 @pytest.mark.parametrize("runtime", ["regional", "parts"])
 def test_copies_of_weights_that_autocast_makes_outside_of_blocks_are_counted(runtime: str) -> None:
     x = torch.randn(8, 32, 8, 8)
-
-    def step(model: nn.Module) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x)
-        loss.backward()
-
-    model = ConvolutionsOutside()
-    with torch.autocast("cpu", torch.bfloat16):
-        planner.auto_wrap(model, x, activation_budget="200%", runtime=runtime, cost_model="roofline")
-    step(model)
-    model.zero_grad()
-    measured, _ = measure_peak(lambda: step(model), torch.device("cpu"))
-    plan = planner.plan_of(model)
-    assert 0 <= plan.peak_bytes - plan.total_static_bytes - measured < 256
+    wrap_and_hold_under_autocast(
+        ConvolutionsOutside(), x, activation_budget="200%", runtime=runtime, cost_model="roofline"
+    )

@@ -80,21 +80,26 @@ def test_sizes_get_plans_of_their_own_once_as_much_was_paid_in_vain(
     searches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = wrap(activation_budget="40%")
-    for count in (256, 200, 230, 160):
-        step(model, rows(count))
+    plans = {count: step(model, rows(count)) for count in (256, 200, 230, 160)}
     assert len(searches) == 1
-    monkeypatch.setattr(PlansBySize, "is_due", lambda _, plan: in_vain_seconds(plan) > 0)
-    before = {count: step(model, rows(count)) for count in (256,)}
-    assert len(searches) == 1  # a plan that was solved for its sizes pays nothing in vain
-    own = step(model, rows(200))
+    with monkeypatch.context() as context:
+        context.setattr(PlansBySize, "is_due", pays_in_vain)
+        assert step(model, rows(256)) is plans[256]  # a plan that was solved for its sizes pays nothing in vain
+        own = step(model, rows(200))
     assert len(searches) == 2 and not own.solver.endswith(" (reused)")
-    assert own.peak_bytes <= own.budget_bytes == before[256].budget_bytes
-    assert step(model, rows(200)) is own and step(model, rows(256)) is before[256]
-    monkeypatch.undo()
+    assert own.overhead < plans[200].overhead
+    assert own.peak_bytes <= own.budget_bytes == plans[256].budget_bytes
+    assert step(model, rows(200)) is own and step(model, rows(256)) is plans[256]
     nearer = step(model, rows(160))  # takes over the plan of 200 in place of that of 256
     assert nearer.recomputations == own.recomputations
-    assert nearer.overhead < before[256].overhead
+    assert nearer.overhead < plans[160].overhead
     assert step(model, rows(160)) is nearer
+    assert len(searches) == 2
+
+
+def pays_in_vain(_: PlansBySize, plan: planner.Plan) -> bool:
+    """Stand for what is due after many calls."""
+    return in_vain_seconds(plan) > 0
 
 
 def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +108,10 @@ def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch
     planner.unwrap(plain)
     for count in (256, 200, 230):
         step(model, rows(count))
-    first = mean_square(model(rows(200)))
-    monkeypatch.setattr(PlansBySize, "is_due", lambda _, plan: in_vain_seconds(plan) > 0)
+    first, plan = mean_square(model(rows(200))), planner.plan_of(model)
+    monkeypatch.setattr(PlansBySize, "is_due", pays_in_vain)
     second = mean_square(model(rows(200)))
+    assert planner.plan_of(model).recomputations != plan.recomputations
     model.zero_grad()
     for one in (second, first):
         one.backward()
@@ -119,7 +125,7 @@ def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypa
     made: list[object] = []
     at_sizes = _sized.at_sizes
     monkeypatch.setattr(_sized, "at_sizes", lambda *given: made.append(given) or at_sizes(*given))
-    monkeypatch.setattr(PlansBySize, "is_due", lambda _, plan: in_vain_seconds(plan) > 0)
+    monkeypatch.setattr(PlansBySize, "is_due", pays_in_vain)
     model = wrap(Stack(has_loss=False), activation_budget="40%", loss_fn=mean_square)
     for count in (256, 200, 230, 160, 160, 200, 230, 160):
         mean_square(model(rows(count))).backward()

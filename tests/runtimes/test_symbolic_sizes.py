@@ -17,8 +17,7 @@ from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
-from planner.session import recorded, sized, sized_calls
-from planner.session.sized_calls import UnknownSizeError
+from planner.session import recorded, sized
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
 
@@ -259,19 +258,6 @@ def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch:
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes
     assert plan.budget_bytes == expected.budget_bytes
-
-
-def test_a_step_that_follows_no_formula_is_planned_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> None:
-        raise UnknownSizeError
-
-    monkeypatch.setattr(sized_calls, "_sized", unknown)
-    model = Stack(3, perceptron)
-    fixed, varying = wrapped(model), wrapped(model)
-    for rows in (64, 48, 33, 57):
-        *_, plan = step(varying, (floats(rows, WIDTH),))
-    *_, expected = step(fixed, (floats(rows, WIDTH),))
-    assert plan.baseline_peak_bytes == expected.baseline_peak_bytes
 
 
 class Recurrent(nn.Module):
