@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from planner.capture.torch_internals import (
     is_mutable,
     is_spread,
     storage_id,
+    storage_of,
     strided_parts,
     written_arguments,
 )
@@ -80,6 +82,7 @@ class StorageRecorder(TorchDispatchMode):
         """The modules at work, the outermost first."""
         self._numbers: dict[int, int | None] = {}
         """Numbers of the storages that are alive, by identity; None for what is resident."""
+        self._resident: list[weakref.ref[torch.UntypedStorage]] = []
         self._is_silent = self._is_over = False
         self.resident(resident)
 
@@ -100,8 +103,16 @@ class StorageRecorder(TorchDispatchMode):
         return self.within[-1] if self.within else ""
 
     def resident(self, tensors: Any) -> None:
-        """Take the tensors in a tree as there before."""
-        self._numbers.update(dict.fromkeys(map(storage_id, tensors_in(tensors))))
+        """Take the tensors in a tree as there before.
+
+        Parameters may be given other memory (``.data =``): what comes after it is freed may have its identity.
+        """
+        for storage in map(storage_of, tensors_in(tensors)):
+            self._numbers[id(storage)] = None
+            self._resident.append(weakref.ref(storage, partial(self._forget, id(storage))))
+
+    def _forget(self, identity: int, _gone: Any) -> None:
+        self._numbers.pop(identity, None)
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; one that was never made here is resident."""

@@ -201,9 +201,14 @@ def hint_of(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return a tensor's storage, fake or real: torch gives one Python object for each, for as long as it lives."""
+    return in_memory(tensor).untyped_storage()
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identify a tensor's storage, fake or real, for as long as the storage lives."""
-    return id(in_memory(tensor).untyped_storage())  # torch gives one Python object for each storage
+    return id(storage_of(tensor))
 
 
 def is_spread(kind: type) -> bool:

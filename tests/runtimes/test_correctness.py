@@ -14,7 +14,7 @@ from torch import nn
 
 import planner
 from planner.diagnose.verification import bitwise_equal
-from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UnsupportedModelError
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import graph as graph_runtime
 from tests.models import Stack, perceptron
@@ -444,27 +444,6 @@ def test_an_output_beside_the_loss_still_has_its_gradient() -> None:
     for name, value in expected.items():
         if name.startswith("gradient"):
             torch.testing.assert_close(second[name], value)
-
-
-class Decaying(nn.Module):
-    """Gives its weights other memory in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = wide()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for parameter in self.layers.parameters():
-            parameter.data = parameter.data * 0.9
-        return x + self.layers(x)
-
-
-def test_weights_that_are_given_other_memory_are_left_to_the_runtime_modules() -> None:
-    model, x = Stack(3, Decaying), data()
-    with pytest.raises(UnsupportedModelError, match=r"other memory by \.data = \(.*test_correctness.py:\d+\)"):
-        planner.plan(model, x, activation_budget="100%", runtime="graph")
-    with pytest.warns(UserWarning, match="'modules' in place of 'graph'.* other memory"):
-        wrap_and_hold(model, (x,), activation_budget="100%")
 
 
 def test_only_the_loss_is_differentiated_beside_other_outputs() -> None:

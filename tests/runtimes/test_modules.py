@@ -25,7 +25,14 @@ from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
-from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError, UsageError
+from planner.errors import (
+    CaptureError,
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    RuntimeUnsupportedError,
+    UnsupportedModelError,
+    UsageError,
+)
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
@@ -36,7 +43,7 @@ from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
 from planner.solving.modules.variants import cheapest, variants_of
 from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import hold_peak, wrap_and_hold
+from tests.runtimes.steps import assert_same, hold_peak, step, train, wrap_and_hold
 
 
 class Mlp(nn.Module):
@@ -602,3 +609,36 @@ def test_auto_falls_back_and_says_why() -> None:
 def test_auto_names_the_models_own_failure() -> None:
     with pytest.raises(CaptureError, match="forward of Stack fails"):
         planner.plan(Stack(), torch.randn(8, WIDTH + 1), budget="60%")
+
+
+class Decaying(nn.Module):
+    """Gives its weights other memory in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron(WIDTH, hidden=8 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for parameter in self.layers.parameters():
+            parameter.data = parameter.data * 0.9
+        return x + self.layers(x)
+
+
+def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
+    model, x = nn.Sequential(*(Decaying() for _ in range(3))), rows()
+    with pytest.raises(UnsupportedModelError, match=r"other memory by \.data = \(.*test_modules.py:\d+\)"):
+        planner.plan(model, x, activation_budget="100%", loss_fn=mean_square, runtime="graph")
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="100%", loss_fn=mean_square)
+    with pytest.warns(UserWarning, match="'modules' in place of 'graph'.* other memory"):
+        found = train(model, x, mean_square)
+    assert_same(train(plain, x, mean_square), found)
+    plan = planner.plan_of(model)
+    assert plan.runtime == "modules"
+
+    def measured() -> int:
+        model.zero_grad()
+        return measure_peak(lambda: step(model, x, mean_square), torch.device("cpu"))[0]
+
+    measured()  # from now on the profiler knows how large the memory is that a step gives up
+    assert measured() <= plan.peak_bytes - plan.total_static_bytes  # as if that was not given up
