@@ -44,9 +44,9 @@ from planner.report.progress import tell
 from planner.runtimes import Running
 from planner.runtimes._backend import RUNTIMES, Backend
 from planner.runtimes.auto import choose
-from planner.session.recorded import with_eager
+from planner.session.capture_progress import working
+from planner.session.eager_study import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
-from planner.session.telling import working
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -210,7 +210,7 @@ def _settled(options: Options) -> Options:
     if in_chunks:
         runtime = chunked_graph(runtime, several_devices=several_devices or has_several_ranks())
     runtime = graphs_runtime(offloading_runtime(runtime, options.offload), options.training, options.offload)
-    plan = options.taken_over
+    plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, options.search.solver)
     check_strategy(options.strategy, runtime, offload=options.offload.offload, in_chunks=in_chunks)
     options.budget.check(or_none=options.strategy is not None)
@@ -368,7 +368,9 @@ def auto_wrap(
         check_can_run(plan)
     if data_parallel == "none" and (shards := shards_of(model)) > 1:
         asked = {**asked, "data_parallel": "fsdp2", "ranks": shards}
-    options = Options.of({**asked, "compare": False}, chunk=check_chunk(chunk), taken_over=plan, together=True)
+    options = Options.of(
+        {**asked, "compare": False}, chunk=check_chunk(chunk), reused_plan=plan, plan_collectively=True
+    )
     if plan is not None and not options.budget.is_given:
         options = replace(options, budget=Budget(budget=plan.budget_bytes))
     if plan is not None and plan.offloading is not None:
@@ -478,7 +480,7 @@ def wrap_pipeline(
         made, planned = plan_rank(rank, example, target, options, return_outputs=return_outputs)
     later = []
     for one in planned:
-        own = replace(one.options, budget=Budget(budget=one.plan.budget_bytes), taken_over=one.plan)
+        own = replace(one.options, budget=Budget(budget=one.plan.budget_bytes), reused_plan=one.plan)
         running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
         install_planned_call(one.module, running)
         later.append(getattr(running, "later_weights", None))

@@ -31,7 +31,7 @@ from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import make_plan, make_problem
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
-from planner.solvers.mixed import first_within, lowest_offloading, ranked
+from planner.solvers.offload_search import first_within, lowest_offloading, ranked
 from planner.solving import lowest_known
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule

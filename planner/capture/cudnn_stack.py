@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.elsewhere import is_elsewhere
+from planner.capture.target_device import is_elsewhere
 from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
 from planner.capture.torch_internals import hint_of, outside_tracing, run_composite
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.elsewhere import is_elsewhere
+from planner.capture.target_device import is_elsewhere
 from planner.capture.torch_internals import outside_tracing
 
 aten = torch.ops.aten

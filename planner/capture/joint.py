@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.elsewhere import Elsewhere
+from planner.capture.target_device import Elsewhere
 from planner.capture.torch_internals import (
     FakeTensor,
     ForwardTokenAOTInput,

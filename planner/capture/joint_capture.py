@@ -22,23 +22,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.beside_internals import nothing_beside
 from planner.capture.branches import Branches, branches_decided, take_out
+from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.elsewhere import Elsewhere, meant
 from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
-from planner.capture.layouts import as_eager_runs
+from planner.capture.kernel_dtypes import types_as_kernels_take
+from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
-from planner.capture.put_back import put_back
 from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
+from planner.capture.state_restore import put_back
+from planner.capture.target_device import Elsewhere, meant
 from planner.capture.torch_internals import (
     GUARDS_PARAMETERS,
     Compiler,
@@ -56,7 +57,6 @@ from planner.capture.torch_internals import (
     storage_id,
 )
 from planner.capture.tracing_internals import Answers, answering, drawing, is_drawn_on_host
-from planner.capture.types_of_kernels import types_as_kernels_take
 from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from planner.capture.parallel import has_several_ranks
-from planner.capture.put_back import put_back, written_back
+from planner.capture.state_restore import put_back, written_back
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
 from planner.capture.trees import tensors_in
 from planner.errors import ForwardError, UsageError

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from planner.capture.cudnn_stack import run_stack, takes_cudnn
-from planner.capture.elsewhere import is_elsewhere
+from planner.capture.target_device import is_elsewhere
 from planner.capture.torch_internals import has_onednn, hint_of, outside_tracing
 
 _STACKS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

@@ -24,8 +24,9 @@ from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.call_nodes import CallNodes
-from planner.capture.elsewhere import meant
-from planner.capture.layouts import as_kernel_gives
+from planner.capture.kernel_dtypes import refuse_types
+from planner.capture.kernel_layouts import as_kernel_gives
+from planner.capture.target_device import meant
 from planner.capture.torch_internals import (
     OpOverload,
     called,
@@ -38,7 +39,6 @@ from planner.capture.torch_internals import (
     written_arguments,
 )
 from planner.capture.trees import leaf_tensors, sparse_in, tensors_in
-from planner.capture.types_of_kernels import refuse_types
 from planner.common.units import round_up
 
 

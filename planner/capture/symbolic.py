@@ -20,7 +20,7 @@ from planner.capture.common_subexpressions import eliminate_common_subexpression
 from planner.capture.expressions import Numbers, evaluated, expression_of, number_of, symbol_of
 from planner.capture.fake_internals import guards_on_sizes
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
-from planner.capture.layouts import as_eager_runs
+from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.torch_internals import outside_autocast
 from planner.common import timings
 from planner.errors import PlannerError

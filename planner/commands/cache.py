@@ -18,7 +18,7 @@ class _Cache(Alone):
     def run(self, args: argparse.Namespace) -> int:
         from planner.common import cache_folder
         from planner.common.units import format_bytes
-        from planner.measure import kept
+        from planner.measure import timing_cache
         from planner.solving import solution_cache
 
         place = cache_folder.folder("")
@@ -26,7 +26,7 @@ class _Cache(Alone):
             print(f"the cache is off ({cache_folder.VARIABLE}=off)")
             return 0
         look = cache_folder.clear if args.clear else cache_folder.contents
-        solutions, measured = look(solution_cache.KIND), look(kept.KIND)
+        solutions, measured = look(solution_cache.KIND), look(timing_cache.KIND)
         print(
             f"{solutions.files} solutions, {format_bytes(solutions.size_bytes)}, and "
             f"{format_bytes(measured.size_bytes)} of measured times, {'removed from' if args.clear else 'kept in'} "

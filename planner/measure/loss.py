@@ -15,7 +15,7 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
 from planner.capture.joint_capture import fake_mode, is_fake, run_without_data
-from planner.capture.put_back import put_back, written_back
+from planner.capture.state_restore import put_back, written_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensorMode, call_implementation
 from planner.capture.trees import mapped

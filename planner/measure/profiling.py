@@ -21,7 +21,7 @@ from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.capture import operands
 from planner.capture.lowering import LoweredGraph
 from planner.ir.problem import Progress
-from planner.measure import kept
+from planner.measure import timing_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def measure(
             workspace_bytes[operation.signature] = estimate.workspace_bytes
     order = sorted(totals, key=lambda signature: -totals[signature])
     place = _place(device)
-    before = kept.find(place) if trials.takes_what_is_known else {}
+    before = timing_cache.find(place) if trials.takes_what_is_known else {}
     elsewhere = _evicting(lowered, device)
     found: dict[str, Measurement] = {}
     new: dict[str, Measurement] = {}
@@ -116,7 +116,7 @@ def measure(
 
     with operands.running_alone(device):
         for signature in order:
-            key = kept.digest(signature)
+            key = timing_cache.digest(signature)
             known = _known.get((place, key)) or before.get(key)
             if known is None or not (trials.takes_what_is_known or trials.are_satisfied_by(known)):
                 try:
@@ -132,7 +132,7 @@ def measure(
                 if trials.are_satisfied_by(known):  # what a library does once is in a short first run
                     new[key] = known
             found[signature] = replace(known, workspace_bytes=workspace_bytes[signature])
-    kept.keep(place, new)
+    timing_cache.keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
 

@@ -119,7 +119,7 @@ def take_over(
     return taken
 
 
-def is_taken_over(plan: Plan) -> bool:
+def is_reused(plan: Plan) -> bool:
     """Whether a plan was solved for another step than its own, of other sizes say."""
     return plan.solver.endswith(_REUSED)
 
@@ -131,7 +131,7 @@ def in_vain_seconds(plan: Plan) -> float:
     costs most for its bytes.
     """
     freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
-    if not is_taken_over(plan) or freed_bytes <= 0:
+    if not is_reused(plan) or freed_bytes <= 0:
         return 0.0
     room_bytes = min(plan.budget_bytes - plan.peak_bytes, freed_bytes)
     return plan.added_seconds * room_bytes / freed_bytes

@@ -2,8 +2,8 @@
 
 What Dynamo cuts a program into is known only when it has run. So a graph runs for the first time under the lowest plan
 that is known for it, by eager kernels. At the first call after that with nothing held for a backward, every graph gets
-its share (:mod:`planner.plans.shares`), is planned for it, and compiled. Graphs are told apart by what was held when
-they were called: the same one may have several plans.
+its share (:mod:`planner.plans.budget_split`), is planned for it, and compiled. Graphs are told apart by what was held
+when they were called: the same one may have several plans.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from planner.common.units import format_bytes, format_percent, parse_size, round
 from planner.errors import InfeasibleBudgetError, PlannerError, RuntimeUnsupportedError, UsageError
 from planner.findings.finding import Finding, Severity
 from planner.ir.static_memory import LossMemory
+from planner.plans.budget_split import Call, calls_in, fraction_that_fits, least_bytes
 from planner.plans.plan import Plan
-from planner.plans.shares import Call, calls_in, fraction_that_fits, least_bytes
 from planner.runtimes._gradients import planned_node
 from planner.runtimes._pieces import Made, Program
+from planner.session.capture_progress import working
 from planner.session.step import Options
-from planner.session.telling import working
 
 RUNTIMES = ("inductor", "graph")
 """Runtimes of whole graphs, which a backend can be of."""

@@ -33,10 +33,10 @@ from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.runtimes._arena import ArenaInUse, Arenas
 from planner.runtimes._held_gradients import HeldGradients
-from planner.runtimes._open_calls import OpenCalls
-from planner.session.recorded import DEPENDS_ON_DATA
+from planner.runtimes._overlapping_calls import OpenCalls
+from planner.session.capture_progress import working
+from planner.session.eager_study import DEPENDS_ON_DATA
 from planner.session.step import Options
-from planner.session.telling import working
 
 MAY_BE_ABOVE = "gradients are right, and the peak may be above the predicted one"
 

@@ -23,8 +23,8 @@ from planner.common.units import round_up
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
+from planner.plans.budget_split import Needs, needs_of
 from planner.plans.plan import Plan
-from planner.plans.shares import Needs, needs_of
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._gradients import watched
 from planner.runtimes.inductor import InductorRuntime, check_can_compile

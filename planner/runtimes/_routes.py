@@ -38,7 +38,7 @@ Keeps = Callable[[Study, Mapping[str, Kept]], bool]
 
 
 @dataclass
-class Course:
+class CallProfile:
     """What one step ran: by the names of modules, how often each was called and how many elements it was given."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -46,11 +46,11 @@ class Course:
     settings: set[str] = field(default_factory=set)
     """Broken numbers among the attributes of these modules that are not 0, which leaves out what they are for."""
 
-    def covers(self, other: Course) -> bool:
+    def covers(self, other: CallProfile) -> bool:
         """Whether another step ran no more."""
         return other.calls <= self.calls and other.elements <= self.elements and other.settings <= self.settings
 
-    def beyond(self, other: Course) -> list[str]:
+    def beyond(self, other: CallProfile) -> list[str]:
         """Return the modules that another step called less often, or gave less, and settings that it did not have."""
         more = (self.calls - other.calls) | (self.elements - other.elements)
         return [*more, *sorted(self.settings - other.settings)]
@@ -73,14 +73,14 @@ class Routes:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {m: name for name, m in model.named_modules() if m is not model and installed_call(m) is None}
-        self._course = Course()
+        self._course = CallProfile()
         self._begun: HostStates | None = None
         """The random states that the call began with."""
         self._missed: HostStates | None = None
         """Those of a call that no plan is for, until it is planned."""
         self._misses = 0
         self._draws = False
-        self._covered: list[Course] = []
+        self._covered: list[CallProfile] = []
         self._studies: list[Study] = []
         self.plans: list[Plan] = []
         self.chosen: dict[str, Kept] = {}
@@ -103,7 +103,7 @@ class Routes:
 
     def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
-            self._course = Course()
+            self._course = CallProfile()
             self._course.note_settings("", module)
             self._begun = HostStates()
         elif module in self._names:
@@ -145,7 +145,7 @@ class Routes:
             warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=5)
         return max(self.plans, key=lambda plan: plan.peak_bytes)
 
-    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[Course, Study]]:
+    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[CallProfile, Study]]:
         """Record steps that differ in what they run: the one that was missed, or a few of a forward that draws."""
         seen = [*self._covered]
         with random_states_kept():

@@ -13,7 +13,7 @@ from planner.capture.inputs import Inputs, Varying, varying_dimensions
 from planner.capture.torch_internals import dynamic_dimensions, dynamic_ranges, is_marked_dynamic
 from planner.errors import UsageError
 from planner.plans.plan import Plan
-from planner.plans.reuse import in_vain_seconds, is_taken_over
+from planner.plans.reuse import in_vain_seconds, is_reused
 
 InputSizes = tuple[tuple[int, ...], ...]
 
@@ -64,7 +64,7 @@ class PlansBySize:
         """Remember a plan that was solved for such sizes, or that nothing better is looked for."""
         self._offered[sizes] = self._nearest(sizes)
         self.largest = max(self.largest, elements(sizes))
-        if is_settled or not is_taken_over(plan):
+        if is_settled or not is_reused(plan):
             self._plans[sizes] = plan
 
     def paid(self, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from planner import runtimes
-from planner.analysis.beside_eager import LARGER, SLOWER
+from planner.analysis.eager_baseline import LARGER, SLOWER
 from planner.analysis.study import Study
 from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs

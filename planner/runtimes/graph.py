@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from planner.analysis.beside_eager import eager_step
+from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
 from planner.capture.device import of_model
@@ -38,8 +38,8 @@ from planner.plans.plan import Plan
 from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
 from planner.runtimes._cuda_graphs import CudaGraphs
+from planner.runtimes._deferred_weight_grads import LaterWeights
 from planner.runtimes._gradients import LateGradients, watch_backward
-from planner.runtimes._later_weights import LaterWeights
 from planner.runtimes._shapes import (
     CallsSeen,
     InputSizes,
@@ -52,11 +52,11 @@ from planner.runtimes._shapes import (
     with_sizes,
 )
 from planner.runtimes._sized import SizedPrograms
+from planner.session.capture_progress import one_at_a_time, working
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
-from planner.session.telling import one_at_a_time, working
 
 _log = logging.getLogger("planner")
 

@@ -35,8 +35,8 @@ from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
-from planner.session.agreement import who_agrees
-from planner.session.recorded import plan_alike, plan_eager, study_alike
+from planner.session.eager_study import plan_alike, plan_eager, study_alike
+from planner.session.rank_consensus import who_agrees
 from planner.session.step import Options
 
 
@@ -88,7 +88,9 @@ class ModulesRuntime(CallsInSituations):
 
     def _agreeing(self) -> Options:
         """Return the options: all ranks come here with their first batch, with a later one maybe some of them."""
-        return replace(self.options_for_call(), together=self.options.together and not self.is_confirmed)
+        return replace(
+            self.options_for_call(), plan_collectively=self.options.plan_collectively and not self.is_confirmed
+        )
 
     def _keeps(self, study: Study, chosen: Mapping[str, Kept]) -> bool:
         problem = study.posed(self.options.budget)

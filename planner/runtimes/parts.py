@@ -40,9 +40,9 @@ from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
-from planner.runtimes._routes import TRIES, Course
+from planner.runtimes._routes import TRIES, CallProfile
 from planner.runtimes.regional import Planned, PlannedBlock, installed, lower_around, lowering, with_block_bytes
-from planner.session.recorded import recorded_for_real
+from planner.session.eager_study import recorded_for_real
 from planner.session.step import Options, elsewhere_for, plan_lowered, study_lowered
 
 CAPTURED_SHARE = "captured-share"
@@ -54,7 +54,7 @@ class PartsPlan:
     """A plan, and the step that it is for."""
 
     plan: Plan
-    course: Course
+    course: CallProfile
     given: Mapping[str, Any]
     """By its path, what each captured module was called with, as :func:`_described`."""
 
@@ -141,7 +141,7 @@ class _PlannedParts(Planned):
 
     def begin(self) -> None:
         """Begin a step."""
-        self.now = Course()
+        self.now = CallProfile()
         self.now.note_settings("", self.model)
         self.ran: set[str] = set()
         self.unlike: dict[str, str] = {}
@@ -270,8 +270,8 @@ def _other_states() -> list[RandomStates]:
     return found
 
 
-def _course(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> Course:
-    course = Course()
+def _course(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> CallProfile:
+    course = CallProfile()
     course.note_settings("", model)
     for path, calls in seen.items():
         for call in calls:

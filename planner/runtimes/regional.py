@@ -56,7 +56,7 @@ from planner.runtimes._calls import (
     situation_of,
 )
 from planner.runtimes._gradients import watched
-from planner.session.agreement import plan_together
+from planner.session.rank_consensus import plan_together
 from planner.session.step import (
     LoweredStep,
     Options,
@@ -134,7 +134,7 @@ class RegionalRuntime(CallsInSituations):
         self.complete_options(inputs)
         options = self.options_for_call()
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
-        options = replace(options, together=options.together and not self.is_confirmed)
+        options = replace(options, plan_collectively=options.plan_collectively and not self.is_confirmed)
         plan = self.plan_call(inputs, options)
         self.is_confirmed = True
         self.put_in_force(plan)

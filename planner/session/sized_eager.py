@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.analysis.beside_eager import eager_step
+from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.symbolic import Sizes
 from planner.common.units import round_up

@@ -18,7 +18,7 @@ from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
 from planner.common import timings
 from planner.errors import CaptureError
-from planner.session.recorded import study_eager, with_eager
+from planner.session.eager_study import study_eager, with_eager
 from planner.session.sized_study import Program, SizedStudies
 from planner.session.step import Options, captured, elsewhere_for, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked

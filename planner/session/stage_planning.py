@@ -34,7 +34,7 @@ from planner.plans.pipeline_schedules import Boundary, left_by, loads
 from planner.plans.pipeline_stages import Stage, whole_stage
 from planner.plans.pipeline_types import StagePlan
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.session.agreement import check_alike, made_by_all
+from planner.session.rank_consensus import check_alike, made_by_all
 from planner.session.step import Options, captured, lower_as_run, study_lowered
 from planner.transforms.weights_last import is_rest
 
@@ -103,7 +103,7 @@ def plan_rank(
     """Plan all stages of this rank under one budget, while the other ranks of the pipeline do the same.
 
     ``example`` is what ``schedule.step`` is called with here. Fails on every rank if it fails on one; see
-    :func:`planner.session.agreement.made_by_all`.
+    :func:`planner.session.rank_consensus.made_by_all`.
     """
     given = made_by_all(lambda: _checked(rank), "checked its stages", rank.group)
     check_alike(given, "pipeline", "All ranks must make the same schedule, with as many micro-batches")

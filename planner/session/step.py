@@ -21,13 +21,11 @@ from cost_models.auto import AutoCosts
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts
 from cost_models.roofline import RooflineCosts
-from planner.analysis import beside_eager
-from planner.analysis.beside_eager import Costed, eager_step
+from planner.analysis import eager_baseline
+from planner.analysis.eager_baseline import Costed, eager_step
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.device import of_model
-from planner.capture.effects import runs_after
-from planner.capture.elsewhere import Elsewhere
 from planner.capture.gradients import Gradients
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
@@ -35,8 +33,10 @@ from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
+from planner.capture.order_constraints import runs_after
 from planner.capture.parallel import units_of
 from planner.capture.provenance import kinds_of
+from planner.capture.target_device import Elsewhere
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
 from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, chunks_of, picked
@@ -81,7 +81,7 @@ class Options:
     """In how many chunks; 1 for none, ``"auto"`` for the planner to choose."""
     name: str = ""
     maximum_shapes: int = 64
-    taken_over: Plan | None = None
+    reused_plan: Plan | None = None
     """Its static memory is taken in place of what ``training`` says."""
     loss: LossMemory | None = None
     """What a loss outside the captured graph takes; None if none is known."""
@@ -93,7 +93,7 @@ class Options:
     """Whether a pipeline asks for the gradients of weights after those of inputs."""
     gradients: Gradients = field(default_factory=Gradients)
     """What DDP does with gradients of the step; ``found`` is left to who traces it."""
-    together: bool = False
+    plan_collectively: bool = False
     """Whether all ranks of torch.distributed plan this step at once, and are to have one plan."""
 
     @classmethod
@@ -133,7 +133,7 @@ def options_of(plan: Plan, loss: LossMemory | None) -> Options:
         search=Search(compare=False),
         offload=offload_of(plan),
         target=Target(cost_model=RooflineCosts.name if plan.cost_model == MeasuredCosts.name else plan.cost_model),
-        taken_over=plan,
+        reused_plan=plan,
         runtime=plan.runtime,
         name=plan.model,
         chunk=chunks_of(plan.fingerprint),
@@ -241,7 +241,7 @@ def static_memory_of(
 ) -> StaticMemory:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
     around = static_memory(model, inputs, spec, options.training, blocks)
-    return around if options.taken_over is None else as_planned(around, options.taken_over)
+    return around if options.reused_plan is None else as_planned(around, options.reused_plan)
 
 
 def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
@@ -288,7 +288,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
             warnings=(
                 *costing.warnings,
                 *step.warnings,
-                *beside_eager.findings(single, planned, options.eager),
+                *eager_baseline.findings(single, planned, options.eager),
                 *_assumptions(step.lowered.joint),
                 *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
             ),
@@ -312,9 +312,9 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
     if reuse is not None:
         if must_match:
             check_match(reuse, study.origin, varies=study.varies)
-        taken_over = carried_over(study, options, reuse, asked_for=must_match)
-        if taken_over is not None:
-            return taken_over
+        reused_plan = carried_over(study, options, reuse, asked_for=must_match)
+        if reused_plan is not None:
+            return reused_plan
         # Another batch may need more, or have a graph of its own; the budget is what counts.
         if must_match and not study.varies and assumes_the_same(reuse, study.origin):
             raise PlanMismatchError(
@@ -406,7 +406,7 @@ def cost(
 
     A plan that is to be the same every time is not made from the clock, and one that is taken over has its times.
     """
-    if options.search.deterministic or options.taken_over is not None:
+    if options.search.deterministic or options.reused_plan is not None:
         options = options.without_measuring()
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(

@@ -15,9 +15,9 @@ from planner.common.limits import SolveLimits
 from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.ir.problem import Problem, Progress, Solution, confirm
-from planner.solving.confine import confined
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import minimum_peak
+from planner.solving.region_recompute import confined
 
 
 @runtime_checkable

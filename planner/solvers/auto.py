@@ -19,7 +19,7 @@ from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solvers import ilp, mixed, search, sqrt
+from planner.solvers import ilp, offload_search, search, sqrt
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule
 
@@ -60,7 +60,7 @@ class AutoSolver:
         """Better an incumbent that may have a neighbour's plan and bound; InfeasibleBudgetError: there is no plan."""
         problem = incumbent.problem
         if problem.host is not None:
-            mixed.SOLVER.improve(incumbent, effort=effort)
+            offload_search.SOLVER.improve(incumbent, effort=effort)
             return
         for known in (Schedule.keep_all, Schedule.as_written):
             incumbent.update(known(problem.graph), self.name)

@@ -23,7 +23,7 @@ from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library, Relaxation, met
 from planner.solving.path_rows import PathRows, Way
-from planner.solving.posed import merged, without_small
+from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after

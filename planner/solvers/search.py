@@ -24,13 +24,13 @@ from planner.errors import ClaimMismatchError, SolverUnavailableError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solving.descent import descended
 from planner.solving.incumbent import Incumbent
-from planner.solving.mending import mended
+from planner.solving.minimum_peak_search import descended
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
-from planner.solving.population import MANY, Member, Population
+from planner.solving.peak_repair import mended
 from planner.solving.repeats import Repeats
 from planner.solving.rerun_set import RerunSet
+from planner.solving.solution_pool import MANY, Member, Population
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs

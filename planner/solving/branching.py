@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from planner.ir.problem import Problem
-from planner.solving.passing import passing_values
+from planner.solving.dominated_values import passing_values
 from planner.solving.step_cut import Cut, Model
 
 _WHOLE = 1e-5

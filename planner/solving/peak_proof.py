@@ -12,7 +12,7 @@ whatever a plan does for all of them it may do for some. So a set can stand for 
 - A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
 - Two of the values alone may need more than the peak so far; then so do all.
 - One of them may leave no room for making the others again: then what those are made of waited while it was made; see
-  :mod:`planner.solving.waiting_cut`.
+  :mod:`planner.solving.live_bytes_cut`.
 - What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
@@ -26,8 +26,8 @@ from enum import IntEnum
 from itertools import accumulate, combinations, islice
 
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.making import Making, members, set_of
-from planner.solving.waiting_cut import Behind, behind, least_cut
+from planner.solving.live_bytes_cut import Behind, behind, least_cut
+from planner.solving.recompute_search import Making, members, set_of
 
 _FOLLOWED, _PLAIN_LOOKS = 12, 1500
 """Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first

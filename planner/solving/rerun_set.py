@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving.posed import merged
+from planner.solving.presolve import merged
 
 _MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 

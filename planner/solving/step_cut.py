@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving.passing import Passing, passing_values
+from planner.solving.dominated_values import Passing, passing_values
 
 
 @dataclass(frozen=True, slots=True)

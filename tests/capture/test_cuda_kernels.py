@@ -15,9 +15,9 @@ import cost_models
 import planner
 from planner.capture import cuda_attention
 from planner.capture.cuda_attention import choose
-from planner.capture.elsewhere import Elsewhere, takes_cudnn
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from planner.capture.target_device import Elsewhere, takes_cudnn
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
 from planner.measure.cuda_workspace import allowance_bytes

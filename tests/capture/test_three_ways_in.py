@@ -35,7 +35,7 @@ from planner.ir.simulator import Evaluation, simulate
 from planner.measure import loss
 from planner.plans.plan import Plan
 from planner.runtimes.regional import lower_regional
-from planner.session.recorded import study_eager
+from planner.session.eager_study import study_eager
 from planner.session.step import Options, lower_as_run
 from planner.zoo.modules import MiniGPT
 

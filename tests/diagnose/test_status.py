@@ -15,7 +15,7 @@ from torch import nn
 
 import planner
 from planner.report import progress
-from planner.session.telling import working
+from planner.session.capture_progress import working
 from tests.models import Stack
 
 SCALARS = 256

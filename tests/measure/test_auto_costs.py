@@ -18,7 +18,7 @@ from cost_models.measured import Measurement
 from planner.capture import fake_mode
 from planner.commands.cache import COMMAND as CACHE
 from planner.common import cache_folder
-from planner.measure import costing, devices, kept, profiling, workspace
+from planner.measure import costing, devices, profiling, timing_cache, workspace
 from planner.session import step as step_module
 from tests.models import WIDTH, Stack
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     forget(monkeypatch)
     monkeypatch.setattr(costing, "SECONDS_FOR_EACH_OPERATION", 10.0)  # a busy machine measures all as well
-    return tmp_path / kept.KIND
+    return tmp_path / timing_cache.KIND
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,40 +143,40 @@ def test_what_writes_over_an_input_costs_what_its_form_in_place_takes(monkeypatc
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
 def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
-    kept.keep("here", {"a": Measurement(seconds=1.0)})
-    assert kept.find("here") == {"a": Measurement(seconds=1.0)}
+    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
+    assert timing_cache.find("here") == {"a": Measurement(seconds=1.0)}
     (path,) = folder.glob("*.json")
     path.write_text(damage)
-    assert kept.find("here") == {} and not path.exists()
+    assert timing_cache.find("here") == {} and not path.exists()
 
 
 def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    kept.keep("here", {"a": Measurement(seconds=1.0)})
+    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
     (path,) = folder.glob("*.json")
     precious = path.rename(tmp_path / "precious")
     before = precious.read_text()
     path.symlink_to(precious)
-    kept.keep("here", {"b": Measurement(seconds=2.0)})
-    assert list(kept.find("here")) == ["b"]
+    timing_cache.keep("here", {"b": Measurement(seconds=2.0)})
+    assert list(timing_cache.find("here")) == ["b"]
     assert precious.read_text() == before
 
 
 def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 2)
+    monkeypatch.setattr(timing_cache, "MOST", 2)
     for name in "abc":
-        kept.keep("here", {name: Measurement(seconds=1.0)})
-    assert list(kept.find("here")) == ["b", "c"]
+        timing_cache.keep("here", {name: Measurement(seconds=1.0)})
+    assert list(timing_cache.find("here")) == ["b", "c"]
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "file"))
-    kept.keep("here", {"a": Measurement(seconds=1.0)})
-    assert kept.find("here") == {}
+    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
+    assert timing_cache.find("here") == {}
 
 
 def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept.keep("here", {"a": Measurement(seconds=1.0)})
+    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
     assert json.loads(next(folder.glob("*.json")).read_text())["place"] == "here"
     for clear in (False, True, False):
         CACHE.run(argparse.Namespace(clear=clear))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
-    "planner.capture.beside_internals",
+    "planner.capture.capture_speedups",
     "planner.capture.arena_internals",
     "planner.capture.call_internals",
     "planner.capture.cuda_graph_internals",
@@ -54,7 +54,7 @@ ONLY_IN = {
     "networkx": (
         "planner.transforms.chunk_region",
         "planner.capture.dispatch_internals",
-        "planner.solving.waiting_cut",
+        "planner.solving.live_bytes_cut",
     ),
     "rich": ("planner.report", "planner.commands._terminal"),
     "jinja2": ("planner.report",),

@@ -34,7 +34,7 @@ from planner.plans.offload import offloading_of, with_offloads
 from planner.plans.plan import NoPlanFitsError
 from planner.report import render
 from planner.rewrite import host_copies
-from planner.solvers.mixed import ENOUGH
+from planner.solvers.offload_search import ENOUGH
 from planner.solving.milp import Library
 from planner.solving.offload_bound import build
 from planner.solving.offload_reduction import OffloadReduction

@@ -17,7 +17,7 @@ from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
-from planner.session import recorded, sized
+from planner.session import eager_study, sized
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
 
@@ -253,7 +253,7 @@ def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch:
     *_, expected = step(fixed, largest)
     for inputs in sizes[:3]:
         step(varying, inputs)
-    monkeypatch.setattr(recorded, "record", refuse)
+    monkeypatch.setattr(eager_study, "record", refuse)
     *_, plan = step(varying, largest)
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes

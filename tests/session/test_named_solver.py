@@ -15,7 +15,7 @@ import cli
 import planner
 from planner.errors import UsageError
 from planner.plans.module_choices import modules_of
-from planner.session import recorded
+from planner.session import eager_study
 from tests.models import looked_at
 
 WIDTH = 32
@@ -71,7 +71,7 @@ def test_choices_of_modules_refuse_it_at_once(asked: Callable[[], Any], monkeypa
     def record(*arguments: object, **options: object) -> None:
         raise AssertionError("a step was recorded before the refusal")
 
-    monkeypatch.setattr(recorded, "record", record)
+    monkeypatch.setattr(eager_study, "record", record)
     with pytest.raises(UsageError, match=REFUSAL):
         asked()
 

@@ -14,7 +14,7 @@ from planner.common.options import Budget
 from planner.errors import InfeasibleBudgetError
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
-from planner.session import recorded
+from planner.session import eager_study
 from planner.session.step import Options
 from tests.models import Stack, rows
 
@@ -25,7 +25,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tried: Callable[[list[Any]], list[A
     """Plan a step whose sizes data decide, beside another rank, which made such plans and finds so much of all."""
     model, inputs = Stack(4), Inputs.of(rows())
     options = Options(budget=Budget(activation_budget="85%"), runtime="modules")
-    study: Study = replace(recorded.study_eager(model, inputs, options), varies=True)
+    study: Study = replace(eager_study.study_eager(model, inputs, options), varies=True)
 
     def made_by_all(make: Callable[[], Any], doing: str, _group: Any) -> list[Any]:
         if doing == "planned its step":
@@ -33,9 +33,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, tried: Callable[[list[Any]], list[A
         own = make()
         return [own, (OTHER_PEAK_BYTES, tried(own[1]))]
 
-    monkeypatch.setattr(recorded, "who_agrees", lambda *_: [None])
-    monkeypatch.setattr(recorded, "made_by_all", made_by_all)
-    return recorded.plan_alike(model, study, options)
+    monkeypatch.setattr(eager_study, "who_agrees", lambda *_: [None])
+    monkeypatch.setattr(eager_study, "made_by_all", made_by_all)
+    return eager_study.plan_alike(model, study, options)
 
 
 def test_a_choice_is_taken_that_every_rank_keeps_its_budget_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_choice_is_taken_that_every_rank_keeps_its_budget_with(monkeypatch: py
 
 def planned_within(activation_budget: str) -> Plan:
     options = Options(budget=Budget(activation_budget=activation_budget), runtime="modules")
-    return recorded.plan_eager(Stack(4), Inputs.of(rows()), options)
+    return eager_study.plan_eager(Stack(4), Inputs.of(rows()), options)
 
 
 def test_where_none_fits_all_a_budget_is_named_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,13 +58,13 @@ def test_a_solver_tells_them_apart_as_the_simulator_does(name: str) -> None:
 def test_so_does_whoever_keeps_the_best_plan() -> None:
     incumbent = Incumbent(slow_link())
     assert incumbent.added_seconds == incumbent.evaluation.recompute_seconds == float("inf")
-    incumbent.update(proposed("mixed").schedule, "mixed")
-    assert_same(incumbent.evaluation, slow_link().evaluate(proposed("mixed").schedule))
+    incumbent.update(proposed("offload_search").schedule, "offload_search")
+    assert_same(incumbent.evaluation, slow_link().evaluate(proposed("offload_search").schedule))
 
 
 def test_so_does_a_plan_and_its_file() -> None:
-    plan = plan_from_solution(slow_link(), proposed("mixed"), compare=False)
-    assert_same(plan, slow_link().evaluate(proposed("mixed").schedule))
+    plan = plan_from_solution(slow_link(), proposed("offload_search"), compare=False)
+    assert_same(plan, slow_link().evaluate(proposed("offload_search").schedule))
     assert Plan.from_json(plan.to_json()) == plan
     told = plan.report()
     assert told["predicted"]["recompute_seconds"] == plan.recompute_seconds
@@ -73,8 +73,8 @@ def test_so_does_a_plan_and_its_file() -> None:
 
 def test_so_does_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
-    problem, solution = slow_link(), proposed("mixed")
-    key = solution_cache.key_of(problem, "mixed", EFFORT)
+    problem, solution = slow_link(), proposed("offload_search")
+    key = solution_cache.key_of(problem, "offload_search", EFFORT)
     solution_cache.keep(key, solution)
     found = solution_cache.find(problem, key)
     assert found is not None
@@ -94,7 +94,7 @@ class SumsUp:
     too_much_seconds = 0.0
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Any = None) -> Solution:
-        schedule = proposed("mixed").schedule
+        schedule = proposed("offload_search").schedule
         found = problem.evaluate(schedule)
         return Solution(
             solver=self.name,
@@ -115,8 +115,10 @@ def test_a_solver_that_does_not_is_held_to_the_sum(monkeypatch: pytest.MonkeyPat
 
 
 def test_waiting_counts_against_the_bound() -> None:
-    found = slow_link().evaluate(proposed("mixed").schedule)
-    claim = Solution.simulated(found, proposed("mixed").schedule, "x", lower_bound_seconds=found.recompute_seconds)
+    found = slow_link().evaluate(proposed("offload_search").schedule)
+    claim = Solution.simulated(
+        found, proposed("offload_search").schedule, "x", lower_bound_seconds=found.recompute_seconds
+    )
     assert not claim.is_optimal
     assert replace(claim, lower_bound_seconds=found.added_seconds).is_optimal
     assert confirm(slow_link(), claim) == found

@@ -26,8 +26,8 @@ from planner.solvers import search
 from planner.solvers.search import SOLVER
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
-from planner.solving.population import Member
 from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
+from planner.solving.solution_pool import Member
 from tests import oracle
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None

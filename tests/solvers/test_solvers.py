@@ -46,8 +46,8 @@ def at(step: tuple[TrainingGraph, tuple[OperationCost, ...]], share: float) -> P
     return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
 
 
-EVERY = tiered(solvers.names(), slow=["mixed"])
-"""Without a host, ``mixed`` is ``auto``; ``test_offload.py`` tries it with one."""
+EVERY = tiered(solvers.names(), slow=["offload_search"])
+"""Without a host, ``offload_search`` is ``auto``; ``test_offload.py`` tries it with one."""
 
 # ----------------------------------------------------------------------------- the registry
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes
-from planner.solving.passing import Passing
+from planner.solving.dominated_values import Passing
 from planner.solving.step_cut import Cut, Model
 
 
@@ -61,7 +61,7 @@ def _moments(cuts: Sequence[Cut], order: Sequence[int], first: dict[int, int]) -
 
 
 def _pass_on(cuts: Sequence[Cut], each: Passing, held: list[set[int]], runs: list[set[int]]) -> None:
-    """Hold a passing value's results in its place, from where it was made; see :mod:`planner.solving.passing`."""
+    """Hold a dominated value's results in its place; see :mod:`planner.solving.dominated_values`."""
     kept = [each.value in there for there in held] + [False]
     for number, cut in enumerate(cuts):
         if cut.latest < each.reader:

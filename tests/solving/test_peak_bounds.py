@@ -15,7 +15,7 @@ from planner.common.limits import SolveLimits
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.solving import peak_proof
-from planner.solving.descent import descended
+from planner.solving.minimum_peak_search import descended
 from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, minimum_peak, proven_floor, proven_peak
 from planner.solving.peak_proof import _SMALL, Births, proven_by_births
 from tests.example_graphs import Builder

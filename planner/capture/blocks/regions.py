@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Passage, Recorder
-from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
 from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -28,9 +27,10 @@ from planner.capture.joint_capture import Captures, Partition, differentiable_ou
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.planned_call import parts_as_written
 from planner.capture.provenance import kinds_of
-from planner.capture.put_back import put_back, written_back
 from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import put_back, written_back
 from planner.capture.storages import Run
+from planner.capture.target_device import Elsewhere, as_it_runs
 from planner.capture.torch_internals import Compiler, FakeTensor, aot_backend, call_implementation, other_state
 from planner.capture.trees import leaves_of, mapped, tensors_in
 from planner.capture.unit_calls import UnitCalls

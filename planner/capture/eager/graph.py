@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from planner.capture import operands
-from planner.capture.eager.sends import Candidate, Waits, waits_of
+from planner.capture.eager.offloadable_saves import Candidate, Waits, waits_of
 from planner.capture.eager.trace import Call, Save, Trace, Turn
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph

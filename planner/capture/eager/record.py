@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
-from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import without_logs_of_errors
 from planner.capture.forwards import forwards
@@ -24,7 +23,8 @@ from planner.capture.joint_capture import is_fake, is_without_data, mode_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel import has_distributed_tensors, units_of
 from planner.capture.planned_call import parts_run_as_they_are
-from planner.capture.put_back import forget, put_back, written_back
+from planner.capture.state_restore import forget, put_back, written_back
+from planner.capture.target_device import Elsewhere, as_it_runs
 from planner.capture.torch_internals import (
     FakeTensor,
     call_implementation,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.making import Making, members, set_of
+from planner.solving.recompute_search import Making, members, set_of
 from tests.example_graphs import Builder
 from tests.oracle import random_graph
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from random import Random
 
-from planner.solving import population
-from planner.solving.population import MANY, Member, Population
+from planner.solving import solution_pool
+from planner.solving.solution_pool import MANY, Member, Population
 
 
 def of(*members: Member) -> Population:
@@ -22,7 +22,7 @@ def costs(members: list[Member]) -> list[float]:
 
 def stale(there: Population, *, keep_best: bool = False) -> bool:
     """Offer what is not let in until it is time to begin again."""
-    for _ in range(population._STALE + 1):
+    for _ in range(solution_pool._STALE + 1):
         there.enter(None)
     return there.renewed(keep_best=keep_best)
 
@@ -64,7 +64,7 @@ def test_the_best_stays_where_it_is_hard_to_come_by_others() -> None:
 def test_it_is_exhausted_when_it_brought_nothing_cheaper_some_times() -> None:
     there = of(Member(3.0, (3,)))
     assert stale(there)
-    for times in range(1, population._FRUITLESS + 1):
+    for times in range(1, solution_pool._FRUITLESS + 1):
         assert not there.is_exhausted
         assert stale(there)
         assert there.fruitless == times

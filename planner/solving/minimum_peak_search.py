@@ -1,7 +1,7 @@
 """The plan of the lowest peak, whatever it costs: annealing under a budget that is lowered each time that it is kept.
 
 Some come down at once, others are stuck on the way: so several begin, and one goes on from the best. Then what waits
-over the highest moment is made again: see :mod:`planner.solving.mending`. It proves nothing;
+over the highest moment is made again: see :mod:`planner.solving.peak_repair`. It proves nothing;
 :mod:`planner.solving.peak_proof` says what no plan goes below.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving.mending import mended
+from planner.solving.peak_repair import mended
 from planner.solving.rerun_set import SLOTS, RerunSet
 
 _STEP = 2e-3

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import operands
 from planner.capture.dropout import dropout
-from planner.capture.elsewhere import WITH_STATISTICS, Elsewhere, is_elsewhere, results_of
 from planner.capture.fake_internals import fake_calls_by
+from planner.capture.target_device import WITH_STATISTICS, Elsewhere, is_elsewhere, results_of
 from planner.capture.torch_internals import (
     FakeTensor,
     OpOverload,

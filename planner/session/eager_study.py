@@ -31,7 +31,7 @@ from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, PlanOrigin
-from planner.session.agreement import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
+from planner.session.rank_consensus import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
 from planner.session.step import (
     Options,
     carried_over,
@@ -169,7 +169,7 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     """
     asked = options.budget.is_share or options.search.compare
     several = has_several_ranks() or options.training.tensor_parallel > 1
-    if not asked or several or options.runtime == "modules" or options.taken_over is not None:
+    if not asked or several or options.runtime == "modules" or options.reused_plan is not None:
         return options
     try:
         check_own_checkpointing(model)

@@ -51,7 +51,7 @@ _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 class MixedSolver:
     """Recompute and offload, decided together."""
 
-    name = "mixed"
+    name = "offload_search"
     summary = "keep, recompute or offload each value, with a bound on all such plans"
     proves_bound = True
     offloads = True
@@ -64,7 +64,7 @@ class MixedSolver:
         if problem.host is None:
             return solvers.get("auto").solve(problem, effort=effort, progress=progress)
         tell = progress or (lambda line: None)
-        incumbent = Incumbent(problem, lambda line: tell(f"mixed: {line}"))
+        incumbent = Incumbent(problem, lambda line: tell(f"offload_search: {line}"))
         self.improve(incumbent, effort=effort)
         return incumbent.solution()
 

@@ -13,7 +13,7 @@ from planner.common.limits import Clock
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Copy, lifetimes
-from planner.solving.making import Making
+from planner.solving.recompute_search import Making
 
 _STEPS = (1e-2, 3e-3, 1e-3)
 """By so much of itself the peak is to become lower at once; the next where that did not do."""

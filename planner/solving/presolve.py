@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.ir.problem import Problem
-from planner.solving.passing import may_go
+from planner.solving.dominated_values import may_go
 
 _SMALL_TOGETHER = 5e-4
 """Of the budget: what the values that are left out take, if all of them are there."""

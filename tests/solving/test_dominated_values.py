@@ -9,7 +9,7 @@ import pytest
 
 from planner.ir.problem import Problem
 from planner.solving import step_cut
-from planner.solving.passing import passing_values
+from planner.solving.dominated_values import passing_values
 from planner.solving.step_cut import Cut, build
 from tests.oracle import random_graph, resnet_like
 from tests.solving.relaxations import LIBRARY

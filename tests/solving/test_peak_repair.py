@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving import descent, mending
-from planner.solving.descent import descended
-from planner.solving.mending import mended
+from planner.solving import minimum_peak_search, peak_repair
+from planner.solving.minimum_peak_search import descended
 from planner.solving.peak_bounds import lowest_schedule, proven_peak
+from planner.solving.peak_repair import mended
 from tests.oracle import lowest, random_graph, resnet_like
 from tests.solving.test_peak_bounds import residual_layers
 
@@ -40,7 +40,7 @@ def test_what_annealing_leaves_is_made_again_by_a_pass_of_its_own(monkeypatch: p
     limits = SolveLimits(time_limit_seconds=2.0, deterministic=True)
     least_bytes = proven_peak(graph, costs)[0]
     assert problem.evaluate(descended(problem, start, limits)).peak_bytes <= 1.0001 * least_bytes
-    monkeypatch.setattr(descent, "mended", lambda problem, schedule, *_: schedule)
+    monkeypatch.setattr(minimum_peak_search, "mended", lambda problem, schedule, *_: schedule)
     assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * least_bytes
 
 
@@ -52,7 +52,7 @@ def test_what_is_found_by_looking_harder(blocks: int, levels: int, monkeypatch: 
     start = lowest_schedule(problem)
     limits = SolveLimits(time_limit_seconds=3.0, deterministic=True)
     assert problem.evaluate(descended(problem, start, limits)).peak_bytes == problem.budget_bytes
-    monkeypatch.setattr(mending, "_LEVELS", mending._LEVELS[:levels])
+    monkeypatch.setattr(peak_repair, "_LEVELS", peak_repair._LEVELS[:levels])
     assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * problem.budget_bytes
 
 

@@ -12,7 +12,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solvers import search, solve
-from planner.solving.descent import descended
+from planner.solving.minimum_peak_search import descended
 from planner.solving.peak_bounds import minimum_peak
 from tests.oracle import lowest, random_graph, resnet_like
 from tests.tiers import tiered

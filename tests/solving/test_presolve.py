@@ -10,8 +10,8 @@ import pytest
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem
 from planner.solvers import solved
-from planner.solving import posed
-from planner.solving.posed import merged, without_small
+from planner.solving import presolve
+from planner.solving.presolve import merged, without_small
 from tests.oracle import cheapest, lowest, random_graph, resnet_like
 from tests.solving.test_plan_columns import random_plan
 
@@ -48,7 +48,7 @@ def test_a_batch_norm_has_one_value_for_both_statistics_and_small_ones_take_noth
 
 @pytest.mark.parametrize("seed", range(100))
 def test_the_optimum_is_exact_where_much_is_left_out_at_first(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posed, "_SMALL_TOGETHER", 0.3)
+    monkeypatch.setattr(presolve, "_SMALL_TOGETHER", 0.3)
     problem = _problem(seed, 1.0)
     floor_bytes = lowest(problem.graph, problem.costs)
     problem = replace(problem, budget_bytes=int(random.Random(seed).choice([1.0, 1.05, 1.1, 1.3]) * floor_bytes))

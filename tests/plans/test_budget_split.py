@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from planner.ir.schedule import Schedule
-from planner.plans.shares import Call, Needs, calls_in, fraction_that_fits, least_bytes, needs_of
+from planner.plans.budget_split import Call, Needs, calls_in, fraction_that_fits, least_bytes, needs_of
 from tests.example_graphs import transformer
 
 

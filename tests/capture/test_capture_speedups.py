@@ -12,7 +12,7 @@ import pytest
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from planner.capture.beside_internals import nothing_beside
+from planner.capture.capture_speedups import nothing_beside
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import Stopped, until_stopped
 from planner.errors import CaptureError

@@ -10,7 +10,7 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solvers import solve
-from planner.solving.confine import confine
+from planner.solving.region_recompute import confine
 from tests.example_graphs import ROUND_BYTES, Builder
 
 

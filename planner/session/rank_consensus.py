@@ -28,12 +28,12 @@ def plan_together(
     options: Options,
     plan: Callable[[LoweredStep], Plan],
 ) -> Plan:
-    """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks if ``options.together`` and there are several.
+    """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks if ``options.plan_collectively``.
 
     Raises PlanMismatchError if the ranks' steps differ, naming what, and PlannerError if another rank fails, with its
     message.
     """
-    if not (options.together and has_several_ranks()):
+    if not (options.plan_collectively and has_several_ranks()):
         return plan(prepare())
     step = prepared_by_all(prepare, lambda step: {**trained(model), **fingerprint_of(model, step)})
     return planned_by_first(lambda: plan(step), step.lowered.graph)
@@ -52,7 +52,7 @@ def who_agrees(model: nn.Module, options: Options) -> list[Any]:
     """
     if not has_several_ranks():
         return []
-    if options.together and (has_distributed_tensors(model) or units_of(model)):
+    if options.plan_collectively and (has_distributed_tensors(model) or units_of(model)):
         return [None]
     return [layers_group(model)] if has_distributed_tensors(model) else []
 

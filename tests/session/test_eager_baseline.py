@@ -17,7 +17,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
-from planner.session.recorded import with_eager
+from planner.session.eager_study import with_eager
 from planner.session.step import Options
 
 CPU = torch.device("cpu")
