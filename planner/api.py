@@ -76,7 +76,6 @@ def plan(
     ranks: int = 1,
     tensor_parallel: int = 1,
     reserve: Size = 0,
-    arena: bool = False,
     cuda_graphs: bool = False,
     offload: bool = False,
     host_budget: Size | None = None,
@@ -139,8 +138,6 @@ def plan(
         How many devices share each layer. The plan is for one of them, and cannot be run.
     reserve : int, float or str
         What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
-    arena : bool
-        Whether the plan says what one arena takes in which all that the step allocates has a fixed place.
     cuda_graphs : bool
         Whether the step runs as CUDA graphs, which hold all its memory between steps: then the budget is for that, for
         copies of inputs, outputs and gradients, and for workspaces of the stream of the captures too.
@@ -286,7 +283,6 @@ def auto_wrap(
     data_parallel: str = "none",
     ranks: int = 1,
     reserve: Size = 0,
-    arena: bool = False,
     cuda_graphs: bool = False,
     offload: bool = False,
     host_budget: Size | None = None,
@@ -313,9 +309,6 @@ def auto_wrap(
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
         See :func:`plan`.
-    arena : bool
-        Whether all that a step allocates, loss included, lies at fixed places in one arena, from the third step on.
-        On a CPU under Linux, with a C++ compiler; else a RuntimeUnsupportedError says what is missing.
     cuda_graphs : bool
         Whether forward and backward are captured into CUDA graphs, each launched by one call, from the second step of
         a kind on; see :func:`plan`. On a GPU, for one set of input sizes at a time, with the runtime ``"graph"``. What

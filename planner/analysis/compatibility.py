@@ -26,7 +26,6 @@ def graphs_runtime(runtime: str, training: Training, asked: Offload) -> str:
     if not training.cuda_graphs:
         return runtime
     others = {
-        "arena": training.arena,
         "offload": asked.offload,
         "ranks": training.ranks > 1,
         "tensor_parallel": training.tensor_parallel > 1,

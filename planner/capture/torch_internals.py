@@ -361,16 +361,12 @@ def not_compiled_alone(function: CallT) -> CallT:
     return function
 
 
-def at_end_of_backward(
-    outputs: Sequence[torch.Tensor], call: Callable[[], None], *, begun: Callable[[], None] | None = None
-) -> None:
-    """Call something when the backward has ended that goes through some of these outputs, and when it comes to one."""
+def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
+    """Call something when the backward has ended that goes through some of these outputs."""
     engine = torch.autograd.Variable._execution_engine
 
     def comes(_gradients: Any) -> None:
         engine.queue_callback(call)
-        if begun is not None:
-            begun()
 
     for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
         node.register_prehook(comes)

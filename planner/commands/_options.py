@@ -106,7 +106,6 @@ _TOLD: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"type": count, "metavar": "N", "help": "devices that share each layer; planned, not run"},
     "reserve": {"metavar": "SIZE", "help": "what is to stay free: 1GiB, 5%% of the device"},
     "cuda_graphs": {"help": "forward and backward run as CUDA graphs, which hold their memory between steps"},
-    "arena": {"help": "give all that the step allocates fixed places in one arena, and say what that takes"},
     "device": {
         "metavar": "NAME",
         "help": "accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",
@@ -151,9 +150,7 @@ class AboutModel:
     def parents(self) -> Sequence[Parser]:
         """Return the options on the model, and on what surrounds the step; names are checked where they are known."""
         training = Parser(add_help=False)
-        around = (
-            field.name for field in fields(Training) if field.name not in ("arena", "cuda_graphs")
-        )  # which are how the step itself lies, and runs
+        around = (field.name for field in fields(Training) if field.name != "cuda_graphs")  # which is how the step runs
         add(training.add_argument_group("what else is on the device"), Training, *around)
         return model_options(), training
 

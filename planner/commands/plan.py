@@ -27,7 +27,7 @@ class _Plan(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
-        add(parser, Training, "arena", "cuda_graphs")
+        add(parser, Training, "cuda_graphs")
         results = planning_options(parser)
         results.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
@@ -44,9 +44,8 @@ class _Plan(AboutModel):
         if args.verify and args.tensor_parallel > 1:
             raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
         if pipeline := pipeline_of(args):
-            if args.arena or args.cuda_graphs:
-                asked = "--arena lays out" if args.arena else "--cuda-graphs captures"
-                raise UsageError(f"{asked} the step of one device: leave it out, or plan without stages")
+            if args.cuda_graphs:
+                raise UsageError("--cuda-graphs captures the step of one device: leave it out, or plan without stages")
             return _run_pipeline(args, pipeline)
         if not _planning.names_a_budget(args):
             return _planning.report_budgets(args)
@@ -74,7 +73,7 @@ def _run_pipeline(args: argparse.Namespace, pipeline: dict[str, Any]) -> int:
             import planner
 
             asked = _asked.keywords(args, Target, Search, Training)
-            del asked["arena"], asked["cuda_graphs"]
+            del asked["cuda_graphs"]
             plan = _asked.ask(planner.plan_pipeline, loaded, progress, budget=args.budget, **pipeline, **asked)
     except NoPipelineFitsError as error:
         hand_out(error.report, args.json, partial(render_infeasible_pipeline, error.report))

@@ -165,8 +165,6 @@ class Training:
     """How many devices share each layer."""
     reserve: Size = 0
     """What is to stay free for the allocator and for others: bytes, ``"1GiB"``, or ``"5%"`` of the device."""
-    arena: bool = False
-    """Whether what the step allocates has fixed places in one arena."""
     cuda_graphs: bool = False
     """Whether forward and backward are captured into CUDA graphs, each launched by one call."""
 

@@ -23,7 +23,6 @@ from planner.diagnose.covered import Covered, covered
 from planner.diagnose.covered import lines as table
 from planner.plans.plan import Plan
 from planner.runtimes import Running
-from planner.runtimes._arena import ArenaInUse
 
 _STEPS = 20
 """So many of the last steps are timed."""
@@ -57,8 +56,6 @@ class Status:
     """Of the step after the last time that the status was asked for."""
     sizes: tuple[Covered, ...] = ()
     """The input sizes that ran, each with others that the same plan covers."""
-    arena: ArenaInUse | None = None
-    """What holds the steps at fixed places; None where none was asked for, or none has run so."""
 
     @property
     def overhead(self) -> float | None:
@@ -97,8 +94,6 @@ class Status:
             ("overhead", f"{plan.over_eager(plan.overhead):+.1%}", _or_not_yet(self.overhead, "{:+.1%}".format)),
         ]
         lines = [f"{name:<8}  {promised:>10}  {seen:>10}" for name, promised, seen in rows]
-        if self.arena is not None:
-            lines.append(f"arena     {self.arena}")
         if sum(len(one.plans) for one in self.sizes) > 1:
             lines += ["", *table(self.sizes)]
         return "\n".join([*lines, *(f"warning: {line}" for line in self.warnings)])
@@ -132,11 +127,6 @@ class Meter:
         """The plans of all input sizes that ran."""
         return getattr(self._running, "plans", {})
 
-    @property
-    def arena(self) -> ArenaInUse | None:
-        """What holds the steps at fixed places."""
-        return getattr(self._running, "arena", None)
-
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         self._take()
@@ -153,7 +143,6 @@ class Meter:
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
             sizes=covered(self.plans.values()),
-            arena=self.arena,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

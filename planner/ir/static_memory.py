@@ -76,8 +76,6 @@ class StaticMemory:
     """Size of each piece that matrix libraries keep, which lie by themselves."""
     has_caching_allocator: bool = False
     """Whether the device's memory is handed out as CUDA does."""
-    arena: bool = False
-    """Whether what the step allocates has fixed places in one arena."""
     graphs: GraphMemory | None = None
     """What CUDA graphs need that hold all else that the step allocates between steps; None without them."""
     has_expandable_segments: bool = False

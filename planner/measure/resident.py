@@ -77,7 +77,6 @@ def static_memory(
         else (sum(resident.values()),),
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
-        arena=training.arena,
         graphs=_graph_memory(model, inputs, spec) if training.cuda_graphs else None,
         has_expandable_segments=spec.kind == "cuda" and allocator_settings.expandable_segments(),
         allocator_settings=allocator_settings.not_simulated() if spec.kind == "cuda" else "",

@@ -22,7 +22,6 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
-from planner.plans.arena import arena_of
 from planner.plans.baselines import baseline_rows
 from planner.plans.blocks import whole_peak_bytes
 from planner.plans.gap import gap_finding, price_finding
@@ -88,7 +87,6 @@ def plan_from_solution(
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
-        arena=arena_of(problem, schedule, static_memory),
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
         capture_seconds=origin.capture_seconds,

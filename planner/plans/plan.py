@@ -111,22 +111,6 @@ class ReservedMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticArena:
-    """One piece of memory in which all that the step allocates has a fixed place; sizes are rounded up for alignment.
-
-    What is resident around the step is not in it.
-    """
-
-    size_bytes: int
-    lower_bound_bytes: int
-    """No arena is smaller: so much is there at one moment."""
-    step_peak_bytes: int
-    """What the step allocates at its peak, before sizes are rounded up."""
-    tensors: int
-    """How many have a place, workspaces of kernels among them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEager:
     """What real steps of the model as it is showed, beside those with the plan."""
 
@@ -367,8 +351,6 @@ class Plan:
     """What the device holds during that step, which comes after the backward."""
     reserved: ReservedMemory | None = field(default=None, metadata={"at": "predicted.cuda_allocator", "left_out": True})
     """What CUDA's allocator is predicted to report."""
-    arena: StaticArena | None = field(default=None, metadata={"at": "predicted.arena", "left_out": True})
-    """The step at fixed places, where that was asked for."""
     runtime: str = "graph"
     """Name of the runtime that the plan is made for."""
     details: StepDetails | None = field(default=None, metadata={"left_out": True})

@@ -63,7 +63,7 @@ def _largest(plan: Plan) -> Iterator[Text]:
 
 
 def _beyond(plan: Plan) -> Iterator[Text]:
-    """Say what the optimizer's step holds, and what CUDA's allocator or an arena makes of the plan."""
+    """Say what the optimizer's step holds, and what CUDA's allocator makes of the plan."""
     if plan.optimizer_step_bytes or "optimizer" in plan.static_bytes:
         larger = plan.optimizer_peak_bytes > plan.peak_bytes
         yield Text(
@@ -78,13 +78,6 @@ def _beyond(plan: Plan) -> Iterator[Text]:
         )
         if plan.reserved.graph_pool_bytes:
             yield Text(f"CUDA graphs hold {format_bytes(plan.reserved.graph_pool_bytes)} of both between steps")
-    if plan.arena is not None:
-        share = plan.arena.size_bytes / max(plan.arena.step_peak_bytes, 1)
-        is_least = ", and no arena can be smaller" if plan.arena.size_bytes == plan.arena.lower_bound_bytes else ""
-        yield Text(
-            f"One arena of {format_bytes(plan.arena.size_bytes)} has places for all {plan.arena.tensors} tensors of "
-            f"the step: {share:.3f} of what it allocates at its peak{is_least}"
-        )
 
 
 def render_infeasible(report: dict[str, Any]) -> Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakMethod
@@ -31,7 +31,6 @@ from planner.capture.trees import leaves_of
 from planner.errors import NoBackwardError
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
-from planner.runtimes._arena import ArenaInUse, Arenas
 from planner.runtimes._held_gradients import HeldGradients
 from planner.runtimes._overlapping_calls import OpenCalls
 from planner.session.capture_progress import working
@@ -80,7 +79,6 @@ class PlannedCalls(ABC):
         self._open = OpenCalls(model)
         settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
         self._held = HeldGradients(model, options)
-        self._arenas = Arenas(model) if options.training.arena else None
 
     @property
     def must_match(self) -> bool:
@@ -94,23 +92,11 @@ class PlannedCalls(ABC):
         if not self.options.is_stage:
             self._open.check()
         held_bytes = self._held.bytes_of(self.model, self.plan)
-        with entered(of_model(self.model, args, kwargs)), self._placed(args, kwargs) as places_backward:
+        with entered(of_model(self.model, args, kwargs)):
             result = self.run(args, kwargs)
-            places_backward(result)
         self._open.begun(result)
         self._held.check(held_bytes, self.plan)
         return result
-
-    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Callable[[Any], None]]:
-        """Give what a call allocates its places, if that was asked for; then its backward's, told what it returned."""
-        if self._arenas is None:
-            return nullcontext(lambda _result: None)
-        return self._arenas.forward(situation_of(self.model, Inputs(args, kwargs)))
-
-    @property
-    def arena(self) -> ArenaInUse | None:
-        """What the arena holds; None where there is none, or not yet."""
-        return self._arenas.in_use if self._arenas is not None else None
 
     @abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,10 +111,8 @@ class PlannedCalls(ABC):
             return True
         return not torch.is_grad_enabled()
 
-    def stop(self) -> None:
-        """Let nothing have a place any more: between calls the model's parts are as they were."""
-        if self._arenas is not None:
-            self._arenas.stop()
+    def stop(self) -> None:  # noqa: B027
+        """Do nothing: between calls the model's parts are as they were."""
 
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; what a percentage came to before still holds."""

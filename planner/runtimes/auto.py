@@ -22,7 +22,6 @@ from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes import Prepare, Running
-from planner.runtimes._arena import ArenaInUse
 from planner.runtimes._calls import StartsCalls, situation_of
 from planner.session.step import Options
 
@@ -87,11 +86,6 @@ class AutoRuntime:
     def plans(self) -> Mapping[str, Plan]:
         """The plans of all input sizes that ran."""
         return {**getattr(self._instead, "plans", {}), **getattr(self._running, "plans", {})}
-
-    @property
-    def arena(self) -> ArenaInUse | None:
-        """What holds the steps at fixed places."""
-        return getattr(self._current, "arena", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""

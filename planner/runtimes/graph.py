@@ -112,7 +112,6 @@ class GraphRuntime(PlannedCalls):
 
     def stop(self) -> None:
         """Give the memory of CUDA graphs back."""
-        super().stop()
         if self._cuda_graphs is not None:
             self._cuda_graphs.close()
 
@@ -367,8 +366,8 @@ class GraphRuntime(PlannedCalls):
         return plan
 
     def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether to look again at a plan; with an arena each has its places."""
-        return self._follows_sizes and self._arenas is None and self._plans.may_be_better(sizes, plan)
+        """Whether a plan of its own may be better than the one that is reused."""
+        return self._follows_sizes and self._plans.may_be_better(sizes, plan)
 
     @property
     def _follows_sizes(self) -> bool:

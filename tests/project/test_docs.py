@@ -15,8 +15,6 @@ import transformers
 
 import planner
 from planner import solvers
-from planner.capture import arena_internals
-from tests.models import Stack, rows
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -78,7 +76,7 @@ def test_every_block_of_python_is_run_by_some_test():
     by_parts = {name for name in shown if name.startswith("add-a")}  # test_add_a_part.py
     by_readme = {"command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
     by_ranks = {"pipelines.md"}  # test_distributed.py
-    assert shown == by_parts | by_readme | by_ranks | {"quick-start.md", "static-memory.md"}
+    assert shown == by_parts | by_readme | by_ranks | {"quick-start.md"}
 
 
 def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -106,15 +104,6 @@ def test_the_quick_start_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest
     }
     exec(compile(snippet, "quick-start.md", "exec"), names)
     assert planner.plan_of(names["model"]).recomputations  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(arena_internals.missing() is not None, reason="needs a C++ compiler, and Linux")
-def test_the_page_on_static_memory_runs(capsys: pytest.CaptureFixture[str]):
-    text = (ROOT / "docs" / "static-memory.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(compile(snippet, "static-memory.md", "exec"), {"planner": planner, "model": Stack(8), "inputs": rows()})
-    asked, *used = capsys.readouterr().out.splitlines()
-    assert asked.startswith("StaticArena(size_bytes=") and used[-1].startswith("arena ")
 
 
 def test_every_solver_is_described():

@@ -327,7 +327,6 @@ def test_a_plan_for_a_gpu_counts_what_graphs_hold() -> None:
         ({"runtime": "modules"}, UsageError, "leave out runtime='modules'"),
         ({"runtime": "inductor"}, UsageError, "leave out runtime='inductor'"),
         ({"offload": True}, UsageError, "leave out offload"),
-        ({"arena": True}, UsageError, "leave out arena"),
         ({"data_parallel": "ddp", "ranks": 2}, UsageError, "leave out ranks"),
     ],
 )
