@@ -16,9 +16,8 @@ from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.evaluated import Evaluated, evaluate
-from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.plan_file import SCHEMA
+from planner.plans.comparison import Evaluated, evaluate
+from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")

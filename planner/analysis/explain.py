@@ -11,8 +11,7 @@ from planner.common.registry import did_you_mean
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import UsageError
 from planner.ir.layers import is_within, layer_among, path_prefixes
-from planner.plans.plan import Plan
-from planner.plans.plan_file import SCHEMA
+from planner.plans.plan import SCHEMA, Plan
 from planner.plans.values import ValueRow, ValueTable
 
 _SAME = 1e-6

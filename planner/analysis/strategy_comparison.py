@@ -13,8 +13,8 @@ from planner.common.json_reader import attributes
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
-from planner.plans.plan_file import SCHEMA
+from planner.plans.comparison import Evaluated, cheapest_within, evaluate
+from planner.plans.plan import SCHEMA
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 

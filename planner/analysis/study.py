@@ -22,11 +22,9 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
-from planner.plans.blocks import whole_peak_bytes
-from planner.plans.from_solution import plan_from_solution
-from planner.plans.gap import GAP, PRICE
+from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
+from planner.plans.comparison import NO_BLOCKS, regions_of_blocks
+from planner.plans.from_solution import GAP, PRICE, plan_from_solution
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import make_plan, make_problem
 from planner.solvers.auto import AutoSolver

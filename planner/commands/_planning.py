@@ -45,7 +45,7 @@ def names_a_budget(args: argparse.Namespace) -> bool:
 def report_budgets(args: argparse.Namespace) -> int:
     """Show budgets to choose from, where none was named; that is no plan, so it ends as wrong usage does."""
     import planner
-    from planner.analysis.trade_off.suggest import suggest
+    from planner.analysis.trade_off.curve import suggest
     from planner.report import render_suggestions
 
     with _asked.working(args) as (progress, loaded):

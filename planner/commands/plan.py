@@ -55,13 +55,14 @@ class _Plan(AboutModel):
 def _write(args: argparse.Namespace, plan: Plan) -> None:
     from planner.common.atomic import write_text
     from planner.plans import memory_viz
+    from planner.report.page import to_html
 
     if args.save:
         plan.save(args.save)
     if args.memory_viz:
         memory_viz.save(plan, args.memory_viz)
     if args.html:
-        write_text(args.html, plan.to_html())
+        write_text(args.html, to_html(plan))
 
 
 def _run_pipeline(args: argparse.Namespace, pipeline: dict[str, Any]) -> int:

@@ -22,11 +22,9 @@ from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
     from planner.analysis.study import Study
-    from planner.analysis.trade_off.accelerators import DeviceSearch
-    from planner.analysis.trade_off.answers import Answers
+    from planner.analysis.trade_off.answers import Answers, MethodSweep
+    from planner.analysis.trade_off.axes import DeviceSearch, SizeSearch
     from planner.analysis.trade_off.curve import CurveSweep
-    from planner.analysis.trade_off.methods import MethodSweep
-    from planner.analysis.trade_off.sizes import SizeSearch
     from planner.capture.inputs import Inputs
     from planner.capture.torch_internals import FakeTensorMode
     from planner.exporters._export import Export
@@ -106,7 +104,8 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     from planner import solvers, zoo
     from planner.analysis.compatibility import check_solver, offloading_runtime
-    from planner.analysis.trade_off import methods, ranges
+    from planner.analysis.trade_off import answers as methods
+    from planner.analysis.trade_off import ranges
     from planner.report import curve_chart
 
     _asked.check_model(args)
@@ -180,10 +179,8 @@ class _Asking:
 
     def further(self) -> Iterator[Callable[[], None]]:
         """Return the searches along the other axes."""
-        from planner.analysis.trade_off.accelerators import DeviceSearch
-        from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
-        from planner.analysis.trade_off.outcome import for_one_row
-        from planner.analysis.trade_off.sizes import SizeSearch
+        from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, MethodSweep
+        from planner.analysis.trade_off.axes import DeviceSearch, SizeSearch, for_one_row
 
         args, sweep = self.args, self.sweep
         assert sweep is not None

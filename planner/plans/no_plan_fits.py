@@ -10,13 +10,10 @@ from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.ir.checkpoints import nothing_unread
 from planner.ir.problem import Problem
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import OPTIMIZER_STEP
-from planner.plans.blocks import whole_peak_bytes
+from planner.plans.allocator import OPTIMIZER_STEP, whole_peak_bytes
 from planner.plans.liveness import locate_operation
-from planner.plans.ordering import in_orders_tried
-from planner.plans.plan import NoPlanFitsError, PlanOrigin
-from planner.plans.plan_file import SCHEMA
-from planner.plans.smallest import lowest_plan_known
+from planner.plans.ordering import in_orders_tried, lowest_plan_known
+from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known

@@ -30,8 +30,7 @@ from planner.plans.from_solution import plan_from_solution
 from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight, passes
 from planner.plans.pipeline_stages import Stage
 from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
-from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.plan_file import SCHEMA
+from planner.plans.plan import SCHEMA, Plan, PlanOrigin
 from planner.solvers import get
 from planner.solving.peak_bounds import lowest_schedule
 from planner.solving.segmentations import segmentations

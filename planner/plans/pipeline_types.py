@@ -7,8 +7,7 @@ from typing import Any
 
 from planner.common.json_reader import attributes
 from planner.plans.pipeline_schedules import PipelineSchedule
-from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.plan_file import SCHEMA
+from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
 
 
 @dataclass(frozen=True, kw_only=True)

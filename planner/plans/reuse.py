@@ -9,8 +9,7 @@ from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.blocks import whole_peak_bytes
+from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.module_choices import variants_in
 from planner.plans.plan import Plan, PlanOrigin

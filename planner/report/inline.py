@@ -9,6 +9,7 @@ from rich.console import Console
 
 from planner.plans.plan import Plan
 from planner.report.brief import WIDTH, parts
+from planner.report.page import to_html
 from planner.report.style import print_report
 from planner.report.verdict import verdict
 
@@ -29,7 +30,11 @@ class Report:
 
     __repr__ = __str__
 
+    def to_html(self) -> str:
+        """Return the report as one HTML page that needs nothing beside itself."""
+        return to_html(self.plan)
+
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own, so that its style is not the notebook's."""
-        page = escape(self.plan.to_html(), quote=True)
+        page = escape(self.to_html(), quote=True)
         return f'<iframe srcdoc="{page}" style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from planner.analysis.trade_off.suggest import Suggestions
+from planner.analysis.trade_off.curve import Suggestions
 from planner.common.units import format_bytes
 from planner.report.style import print_report, signed_percent, sizes, table
 

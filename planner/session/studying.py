@@ -14,9 +14,9 @@ from cost_models.measured import Profile
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
+from planner.analysis.trade_off.axes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, check_budgets, parse_sizes
-from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
 from planner.capture.parallel import has_several_ranks

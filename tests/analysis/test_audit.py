@@ -24,7 +24,7 @@ from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import every_nth_layer
+from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
 from planner.report import render_audit
 from tests.example_graphs import Builder, transformer

@@ -22,14 +22,11 @@ from rich.console import Console
 import cli
 from cost_models import devices
 from planner.analysis.study import Study
-from planner.analysis.trade_off import sizes
-from planner.analysis.trade_off.accelerators import DeviceSearch
-from planner.analysis.trade_off.answers import Answers, csv_text
+from planner.analysis.trade_off import axes as sizes
+from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, MethodSweep, csv_text
+from planner.analysis.trade_off.axes import DeviceSearch, Outcome, SizeAxis, SizeSearch, ask
 from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
-from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
-from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
-from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
 from planner.common.limits import Clock
 from planner.common.options import Budget, Offload, Search
@@ -39,8 +36,7 @@ from planner.ir.host import Host
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import every_nth_layer
-from planner.plans.evaluated import cheapest_within
+from planner.plans.comparison import cheapest_within, every_nth_layer
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
 from planner.report import curve_chart, render_what_if
 from planner.solving.incumbent import Incumbent

@@ -35,7 +35,7 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.module_regions import forward_of, region_of
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import checkpointed_blocks
+from planner.plans.comparison import checkpointed_blocks
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import PlanOrigin
 from planner.zoo.modules import MiniGPT

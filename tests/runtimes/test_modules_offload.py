@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import planner
+from planner.analysis.trade_off.answers import MethodSweep
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.analysis.trade_off.methods import MethodSweep
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs

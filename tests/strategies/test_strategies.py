@@ -17,7 +17,7 @@ from planner import strategies
 from planner.analysis.audit import audit_study
 from planner.analysis.strategy_comparison import Established, StrategyRow, compare
 from planner.analysis.study import Study
-from planner.analysis.trade_off import methods as ways
+from planner.analysis.trade_off import answers as ways
 from planner.common.options import Search
 from planner.errors import UsageError
 from planner.ir.cut_points import turning_point
@@ -26,7 +26,7 @@ from planner.ir.host import Host
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes, simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import every_nth_layer
+from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
 from planner.report import render_established
 from planner.report.established import answer

@@ -1,10 +1,10 @@
-"""What people would do without a planner, simulated, to set a plan beside it."""
+"""What a schedule comes to on the whole device: the one evaluation behind every table of ways to train a step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
@@ -14,8 +14,55 @@ from planner.ir.layers import find_layers, forward_of_blocks
 from planner.ir.module_regions import region_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.plans.evaluated import evaluate
+from planner.ir.simulator import Evaluation
 from planner.plans.plan import BaselineRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A schedule, who it is from, its peak on the whole device, and the recompute and waiting that it adds."""
+
+    name: str
+    schedule: Schedule
+    peak_bytes: int
+    added_seconds: float
+    step_seconds: float
+    host_bytes: int = 0
+
+    @property
+    def overhead(self) -> float:
+        """What it adds, over the step."""
+        return self.added_seconds / (self.step_seconds or 1.0)
+
+
+def evaluate(
+    problem: Problem,
+    schedule: Schedule,
+    name: str,
+    *,
+    evaluation: Evaluation | None = None,
+    optimizer_peak_bytes: int = 0,
+) -> Evaluated:
+    """Say what a schedule comes to, by its simulation if that is at hand; the problem's budget decides nothing.
+
+    What the device holds during the optimizer's own step may count too.
+    """
+    found = evaluation or problem.evaluate(schedule)
+    return Evaluated(
+        name=name,
+        schedule=schedule,
+        peak_bytes=max(found.peak_bytes + problem.graph.total_static_bytes, optimizer_peak_bytes),
+        added_seconds=found.added_seconds,
+        step_seconds=problem.baseline.seconds,
+        host_bytes=found.host_bytes,
+    )
+
+
+def cheapest_within(budget_bytes: int, found: Iterable[Evaluated]) -> Evaluated | None:
+    """Return the cheapest that keeps a budget for the whole device: each does so from its own peak on."""
+    fitting = (one for one in found if one.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda one: (one.added_seconds, one.peak_bytes), default=None)
+
 
 NO_BLOCKS = "the model has no repeated blocks that can be checkpointed"
 
@@ -48,13 +95,13 @@ def baseline_rows(problem: Problem, own: Problem, solution: Solution) -> Iterato
     The solution is of its ``own`` problem, whose operations may be in another order. Where modules are chosen, those
     solvers are left out. What does not exist is there with the reason.
     """
-    yield _row(problem, "none", Schedule.keep_all(problem.graph), 0.0)
+    yield _baseline(problem, "none", Schedule.keep_all(problem.graph), 0.0)
     yield _layer_row(problem, "every layer", 1)
     yield _layer_row(problem, "every second layer", 2)
     if problem.regions is None:
         yield _solver_row(problem, "sqrt(L)", "sqrt")
         yield _solver_row(problem, "chain DP", "chain-dp")
-    yield _row(own, "this plan", solution.schedule, solution.solve_seconds)
+    yield _baseline(own, "this plan", solution.schedule, solution.solve_seconds)
 
 
 def _layer_row(problem: Problem, name: str, n: int) -> BaselineRow:
@@ -68,10 +115,10 @@ def _layer_row(problem: Problem, name: str, n: int) -> BaselineRow:
         missing = NO_BLOCKS
     if schedule is None:
         return BaselineRow(name=name, reason=missing)
-    return _row(problem, name, schedule, time.perf_counter() - started)
+    return _baseline(problem, name, schedule, time.perf_counter() - started)
 
 
-def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
+def _baseline(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
     found = evaluate(problem, schedule, name)
     return BaselineRow(
         name=name,
@@ -93,4 +140,4 @@ def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:
         return BaselineRow(name=name, reason=f"no plan of this kind keeps the budget; one for {lowest} is known")
     except SolverUnavailableError as error:
         return BaselineRow(name=name, reason=str(error))
-    return _row(problem, name, found.schedule, found.solve_seconds)
+    return _baseline(problem, name, found.schedule, found.solve_seconds)
