@@ -30,7 +30,7 @@ from benchmarks.attention import differences
 from benchmarks.common import Result
 from planner import api, zoo
 from planner.capture import fake_mode
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.diagnose.verification import NOISE, StepResult, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.measure import calibration, devices

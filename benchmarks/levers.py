@@ -23,8 +23,9 @@ from benchmarks import common
 from benchmarks.common import Result, percent
 from planner import zoo
 from planner.analysis.study import Study
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.joint_capture import capture
 from planner.common.options import Budget, Target, Training, chunks_of
 from planner.common.units import format_bytes
 from planner.plans.plan import NoPlanFitsError, Plan

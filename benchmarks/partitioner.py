@@ -26,9 +26,10 @@ from torch import fx
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import zoo
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
 from planner.capture.joint import is_tangent, tensors_of
-from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import storage_id
 from planner.common.options import Search, Target

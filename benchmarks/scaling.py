@@ -20,8 +20,9 @@ import torch
 from benchmarks import common
 from benchmarks.common import Result, percent
 from planner import solvers
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.joint_capture import capture
 from planner.common.options import Target
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.graph import TrainingGraph

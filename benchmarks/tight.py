@@ -30,8 +30,9 @@ from benchmarks import common
 from benchmarks.architectures import ARCHITECTURES
 from benchmarks.common import Result, mebibytes, percent
 from planner import solvers, zoo
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.joint_capture import capture
 from planner.common.limits import SolveLimits
 from planner.common.options import Target
 from planner.errors import InfeasibleBudgetError

@@ -26,7 +26,7 @@ from benchmarks.common import Result
 from cost_models.devices import cpu
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import record
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.diagnose.verification import StepResult, bitwise_equal, compare, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.plans.plan import Plan

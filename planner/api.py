@@ -23,11 +23,10 @@ from planner.analysis.compatibility import (
     whole_graph,
 )
 from planner.capture.device import entered, of_model
-from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
-from planner.capture.joint_capture import is_fake
-from planner.capture.meta import placed
-from planner.capture.parallel import has_several_ranks, is_sharded, shards_of, whole
-from planner.capture.planned_call import compiled_parts, install_planned_call, planned_call, remove_planned_call
+from planner.capture.fake_internals import is_fake
+from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
+from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, shards_of, whole
+from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk

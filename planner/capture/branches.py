@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from planner.capture.joint import sources
 from planner.capture.masks import AssumptionBrokenError, named, writes
-from planner.capture.random_states import RandomStates, random_states_kept
+from planner.capture.state_restore import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, storage_id, version_of
 from planner.capture.tracing_internals import deciding, given_to, is_drawn_on_host, kept_by_tracing
 from planner.errors import CaptureError

@@ -1,17 +1,21 @@
-"""Tensors without data: what torch keeps to itself of its fake tensors; private torch APIs, tried by tests/capture."""
+"""Fake tensors: their modes, constants and logs; private torch APIs, tried by tests/capture."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from planner.capture.torch_internals import in_memory
 
 
 def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
@@ -80,3 +84,24 @@ def without_logs_of_errors() -> Iterator[None]:
 
 def _is_other(begins: str, record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(begins)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which models and inputs are built without memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
+    """Return the fake mode that some of the tensors are of, or a new one."""
+    local = map(in_memory, tensors)
+    return next((tensor.fake_mode for tensor in local if isinstance(tensor, FakeTensor)), None) or fake_mode()
+
+
+def is_fake(model: nn.Module) -> bool:
+    """Whether a model was built under a fake mode."""
+    return any(map(is_without_data, chain(model.parameters(), model.buffers())))
+
+
+def is_without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or this rank's part of one, is fake."""
+    return isinstance(in_memory(tensor), FakeTensor)

@@ -1,9 +1,10 @@
-"""One call's arguments, and what is resident around it."""
+"""Example inputs of a call, checks of model and inputs before a capture, and the bytes resident around a step."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -13,9 +14,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.device import check_one_device
+from planner.capture.fake_internals import fake_mode
+from planner.capture.model_facts import check_not_distributed, has_distributed_tensors
 from planner.capture.module_internals import has_full_backward_hooks
-from planner.capture.parallel import check_not_distributed, has_distributed_tensors
-from planner.capture.torch_internals import in_memory, storage_id
+from planner.capture.torch_internals import in_memory, other_state, storage_id
 from planner.capture.trees import mapped, tensors_in
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError, UsageError
@@ -286,3 +288,33 @@ def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: 
             seen.add(storage)
             total += round_up(in_memory(tensor).untyped_storage().nbytes(), alignment_bytes)
     return total
+
+
+@contextmanager
+def placed(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
+    """Let a model on the meta device be where its other inputs are, else on an accelerator, else on the CPU.
+
+    Gives the inputs, those on the meta device placed too. The model has its own tensors back when the context ends.
+    Inputs on the meta device for a model that is not there are left alone: they are a mistake, and checked elsewhere.
+    """
+    if not any(tensor.is_meta for tensor in state_of(model).values()):
+        yield inputs
+        return
+    on_meta = {id(t): t for t in (*state_of(model).values(), *inputs.tensors()) if t.is_meta}
+    device = next((t.device for t in inputs.tensors() if not t.is_meta), None) or _accelerator()
+    with fake_mode():
+        there = {key: _like(tensor, device) for key, tensor in on_meta.items()}
+    state = {name: there[id(tensor)] for name, tensor in state_of(model).items() if id(tensor) in there}
+    with other_state(model, state):
+        yield inputs.map_tensors(lambda tensor: there.get(id(tensor), tensor))
+
+
+def _accelerator() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -26,6 +26,7 @@ from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
+from planner.capture.fake_internals import is_without_data, mode_of
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
@@ -36,9 +37,8 @@ from planner.capture.module_internals import hooks_on_all_modules, switches_and_
 from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
-from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
-from planner.capture.state_restore import put_back
+from planner.capture.state_restore import put_back, random_states_kept
 from planner.capture.target_device import Elsewhere, meant
 from planner.capture.torch_internals import (
     GUARDS_PARAMETERS,
@@ -51,7 +51,6 @@ from planner.capture.torch_internals import (
     call_implementation,
     dynamo_settings,
     hint_of,
-    in_memory,
     is_drawn,
     other_state,
     storage_id,
@@ -73,17 +72,6 @@ class Stopped(BaseException):
 
     def __str__(self) -> str:
         return "stopped"  # torch notes it down, and every tensor of the result would be printed
-
-
-def fake_mode() -> FakeTensorMode:
-    """Return a mode in which models and inputs are built without memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
-    """Return the fake mode that some of the tensors are of, or a new one."""
-    local = map(in_memory, tensors)
-    return next((tensor.fake_mode for tensor in local if isinstance(tensor, FakeTensor)), None) or fake_mode()
 
 
 @contextmanager
@@ -581,13 +569,3 @@ def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -
     narrowed = fx.GraphModule(graph_module, graph)
     narrowed.meta = graph_module.meta
     return narrowed
-
-
-def is_fake(model: nn.Module) -> bool:
-    """Whether a model was built under a fake mode."""
-    return any(map(is_without_data, state_of(model).values()))
-
-
-def is_without_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or this rank's part of one, is fake."""
-    return isinstance(in_memory(tensor), FakeTensor)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from planner.capture.joint import sources
-from planner.capture.random_states import RandomStates, random_states_kept
+from planner.capture.state_restore import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, hint_of
 from planner.errors import PlannerError
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 from planner.capture.torch_internals import uncompiled
 
 

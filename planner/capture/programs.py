@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from planner.capture.expressions import symbol_of
 from planner.capture.joint import JointGraph
-from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbols_of_sizes
+from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbol_of, symbols_of_sizes
 from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbolic_kernels
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 

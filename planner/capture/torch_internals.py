@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo
-from torch import fx
+from torch import fx, nn
 from torch._C import DispatchKey, _DisableAutocast
 from torch._C._autograd import _get_current_graph_task_keep_graph as _get_current_graph_task_keep_graph
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
@@ -328,30 +328,19 @@ def _forget(code: CodeType, names: dict[str, Any], finalizers: list[weakref.fina
         finalizer.detach()
 
 
-def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+def install_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Let ``module(...)`` run ``call``, as ``nn.Module.compile`` does, or its own call again."""
     module._compiled_call_impl = call
 
 
-@contextmanager
-def calling(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module(...)`` run ``call`` for as long as the context lasts."""
-    before = installed_call(module)
-    install_call(module, call)
-    try:
-        yield
-    finally:
-        install_call(module, before)
-
-
-def installed_call(module: torch.nn.Module) -> Any:
+def installed_call(module: nn.Module) -> Any:
     """Return what was installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` made a module of, or the module itself."""
-    original: torch.nn.Module = getattr(module, "_orig_mod", module)
+    original: nn.Module = getattr(module, "_orig_mod", module)
     return original
 
 
@@ -687,14 +676,14 @@ def dynamic_ranges(tensor: torch.Tensor) -> dict[int, int | None]:
     return {r.dim: r.max for r in getattr(tensor, "_dynamo_dynamic_range", ())}
 
 
-def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
+def call_implementation(module: nn.Module) -> Callable[..., Any]:
     """Return the module's own call: its hooks and its ``forward``."""
     implementation: Callable[..., Any] = module._call_impl
     return implementation
 
 
 @contextmanager
-def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def other_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give a model other parameters and buffers, by their paths, for as long as the context lasts.
 
     Recurrent layers keep a list of the weights that they last ran with. ``torch.func.functional_call`` does not put
@@ -708,7 +697,7 @@ def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
         for table in (part._parameters, part._buffers)
         if not others.keys().isdisjoint(map(id, table.values()))
     ]
-    layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
+    layers = [vars(part) for part in model.modules() if isinstance(part, nn.RNNBase)]
     kept = [(table, dict(table)) for table in tables]
     kept += [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
     for table in tables:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from planner.capture.inputs import Inputs, LossFunction, check_module
-from planner.capture.module_facts import module_facts, outside_bytes
+from planner.capture.model_facts import module_facts, outside_bytes
 from planner.common.units import Size
 from planner.diagnose.observe import observe
 from planner.errors import CaptureError, ForwardError, RuntimeUnsupportedError

@@ -23,7 +23,7 @@ from planner.capture import fake_mode
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
-from planner.capture.module_facts import tied_parameters, updates_statistics
+from planner.capture.model_facts import tied_parameters, updates_statistics
 from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in

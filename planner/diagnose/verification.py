@@ -17,10 +17,9 @@ from torch import nn
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.planned_call import as_its_class, parts_as_written
-from planner.capture.random_states import RandomStates
-from planner.capture.state_restore import written_by
-from planner.capture.torch_internals import call_implementation, calling
+from planner.capture.planned_call import as_its_class, calling, parts_as_written
+from planner.capture.state_restore import RandomStates, written_by
+from planner.capture.torch_internals import call_implementation
 from planner.capture.trees import leaf_tensors, tensors_in
 from planner.common.options import TOLERANCE, Budget, chunks_of
 from planner.ir.static_memory import LossMemory

@@ -15,8 +15,8 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
 from cost_models.roofline import RooflineCosts
 from planner.capture import operands
+from planner.capture.fake_internals import is_fake
 from planner.capture.in_place import overwritten_argument, write_over
-from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError

@@ -20,9 +20,9 @@ from torch.profiler import record_function
 from cost_models.flops import moved_bytes
 from planner.capture import operands
 from planner.capture.dropout import kernel_of
+from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
-from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
 from planner.capture.torch_internals import profiler_is_running, storage_id

@@ -17,7 +17,7 @@ from planner.capture.inductor_internals import draft_with_inductor, with_setting
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Backend, Stopped, differentiable_outputs
 from planner.capture.pieces import Piece
-from planner.capture.random_states import random_states_kept
+from planner.capture.state_restore import random_states_kept
 from planner.capture.torch_internals import FakeTensor
 from planner.common.units import round_up
 from planner.ir.problem import Problem

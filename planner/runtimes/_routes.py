@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from planner.analysis.study import Study
-from planner.capture.random_states import HostStates, random_states_kept, seed_all
+from planner.capture.state_restore import HostStates, random_states_kept, seed_all
 from planner.capture.torch_internals import installed_call
 from planner.capture.trees import leaf_tensors
 from planner.errors import CaptureError, InfeasibleBudgetError

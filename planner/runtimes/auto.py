@@ -15,8 +15,7 @@ from planner.analysis.eager_baseline import LARGER, SLOWER
 from planner.analysis.study import Study
 from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
-from planner.capture.parallel import has_several_ranks, is_sharded, sharded_inside, shares_layers
-from planner.capture.planned_call import compiled_parts
+from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, sharded_inside, shares_layers
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity

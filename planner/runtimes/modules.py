@@ -20,13 +20,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from planner.analysis.study import Study
 from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
-from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs
+from planner.capture.model_facts import units_of, whole
 from planner.capture.module_internals import lend, settings_of, tensors_held_by
-from planner.capture.parallel import units_of, whole
-from planner.capture.planned_call import parts_run_as_they_are
-from planner.capture.random_states import HostStates
-from planner.capture.torch_internals import call_implementation, calling, version_of
+from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
+from planner.capture.state_restore import HostStates
+from planner.capture.torch_internals import call_implementation, version_of
 from planner.errors import PlanMismatchError, RuntimeUnsupportedError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.plans.module_choices import choices_in

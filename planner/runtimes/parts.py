@@ -20,11 +20,11 @@ from torch import nn
 
 from planner.capture.blocks.regions import Block, SeenCall, Step
 from planner.capture.failures import explain_failures, explain_forward, in_one_line, raised_at
-from planner.capture.forwards import forwards
+from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import Inputs, check_plannable
-from planner.capture.joint_capture import is_fake
 from planner.capture.operands import is_opaque
-from planner.capture.random_states import RandomStates, random_states_kept, seed_all
+from planner.capture.planned_call import forwards
+from planner.capture.state_restore import RandomStates, random_states_kept, seed_all
 from planner.capture.trees import leaves_of
 from planner.common.units import format_percent
 from planner.errors import (

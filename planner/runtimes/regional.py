@@ -19,7 +19,6 @@ from torch import fx, nn
 from planner.capture.blocks.regions import AS_BLOCK, Block, Lower, Step, placeholders_given
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
-from planner.capture.forwards import forwards
 from planner.capture.fsdp_internals import (
     ShardedUnit,
     computes_in_other_types,
@@ -27,13 +26,13 @@ from planner.capture.fsdp_internals import (
     types_of_shares,
     units_beside,
 )
-from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
-from planner.capture.module_facts import module_facts
-from planner.capture.parallel import has_units, shards_of, units_of, whole
+from planner.capture.model_facts import has_units, module_facts, shards_of, units_of, whole
+from planner.capture.parallel_events import found_by_autograd
+from planner.capture.planned_call import forwards
 from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
 from planner.capture.torch_internals import Compiler, aot_backend
 from planner.errors import PlanMismatchError, UsageError

@@ -15,11 +15,11 @@ from planner.analysis.study import Study
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
-from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
 from planner.capture.lowering import LoweredGraph
+from planner.capture.model_facts import has_several_ranks, units_of
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_several_ranks, units_of
+from planner.capture.parallel_events import found_by_autograd
 from planner.capture.provenance import kinds_of
 from planner.capture.sharding import resident
 from planner.common import timings

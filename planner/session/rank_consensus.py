@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.capture.failures import first_line
-from planner.capture.parallel import has_distributed_tensors, has_several_ranks, layers_group, units_of
+from planner.capture.model_facts import has_distributed_tensors, has_several_ranks, layers_group, units_of
 from planner.errors import PlanMismatchError, PlannerError
 from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan

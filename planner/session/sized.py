@@ -15,11 +15,10 @@ from torch import Tensor, fx, nn
 
 from planner.analysis.study import Study
 from planner.capture.device import of_model
-from planner.capture.expressions import expression_of
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import is_cudnn_rnn
 from planner.capture.recurrent import is_onednn_lstm
-from planner.capture.symbolic import SYMBOLIC_VALUE, Sizes
+from planner.capture.symbolic import SYMBOLIC_VALUE, Sizes, expression_of
 from planner.common import timings
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost

@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.expressions import expression_of
 from planner.capture.fake_internals import without_data
 from planner.capture.joint import fake_mode_of
-from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
+from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
 from planner.capture.torch_internals import FakeTensorMode, storage_id
 
 Memories = dict[tuple[int, torch.dtype], Tensor]

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 from cost_models.flops import count_flops, moved_bytes
 from planner.analysis.study import Study
 from planner.capture import operands
-from planner.capture.expressions import expression_of
 from planner.capture.joint import JointGraph, values_of
 from planner.capture.lowering import LoweredGraph
-from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
+from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import SizedCalls, UnknownSizeError
 from planner.session.step import LoweredStep, Options, study_lowered

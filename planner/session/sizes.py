@@ -13,7 +13,7 @@ from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, LossFunction, check_plannable, varying_dimensions
 from planner.capture.joint_capture import IsolatedCall, Stopped, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
-from planner.capture.random_states import random_states_kept
+from planner.capture.state_restore import random_states_kept
 from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
 from planner.common import timings

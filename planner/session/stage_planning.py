@@ -17,8 +17,8 @@ from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, check_model, check_plannable
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
+from planner.capture.model_facts import is_sharded, shards_of, units_of, unplanned_sharding, whole
 from planner.capture.module_internals import has_gradient_hooks
-from planner.capture.parallel import is_sharded, shards_of, units_of, unplanned_sharding, whole
 from planner.capture.pipelining_internals import RankOfPipeline
 from planner.capture.sharding import ROOT, Unit, resident
 from planner.common.options import Budget

@@ -26,15 +26,13 @@ from planner.analysis.eager_baseline import Costed, eager_step
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.device import of_model
-from planner.capture.gradients import Gradients
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
-from planner.capture.lowering import LoweredGraph, lower
-from planner.capture.module_facts import module_facts, outside_bytes
-from planner.capture.order_constraints import runs_after
-from planner.capture.parallel import units_of
+from planner.capture.lowering import LoweredGraph, lower, runs_after
+from planner.capture.model_facts import module_facts, outside_bytes, units_of
+from planner.capture.parallel_events import Gradients
 from planner.capture.provenance import kinds_of
 from planner.capture.target_device import Elsewhere
 from planner.capture.torch_internals import VERSION, outside_tracing

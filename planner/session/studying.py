@@ -19,7 +19,7 @@ from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, check_budgets, parse_sizes
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
-from planner.capture.parallel import has_several_ranks
+from planner.capture.model_facts import has_several_ranks
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Search, Training, check_chunk, picked
 from planner.common.units import Size

@@ -13,8 +13,8 @@ from torch import nn
 import planner
 from planner import zoo
 from planner.capture.blocks.regions import Step
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import fake_mode
 from planner.exporters._step import ExportStep
 from planner.ir.layers import find_layers
 from planner.strategies._step import StrategyStep

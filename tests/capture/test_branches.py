@@ -15,7 +15,7 @@ import planner
 from planner.capture.branches import Branches
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.errors import CaptureError
 
 BATCH, WIDTH = 8, 16

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.inputs import Inputs
-from planner.capture.meta import placed
+from planner.capture.inputs import Inputs, placed
 from planner.plans.plan import Plan
 from tests.models import SEQUENCES, Transformer
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.errors import CaptureError, UsageError
 from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import wrap_and_hold

@@ -6,7 +6,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 
 MIXED_A100, TF32_A100 = 2470, 938
 """Images a second of a ResNet-50 of NVIDIA's examples, from which the shares of convolutions were taken."""

@@ -18,9 +18,9 @@ from torch import nn
 
 import planner
 from planner import zoo
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
 from planner.capture.joint import tensors_of
-from planner.capture.joint_capture import fake_mode
 from planner.measure import cuda_workspace, devices
 from planner.session.step import LoweredStep, Options, captured, fingerprint_of, lower_as_run, plan_lowered
 from tests.cuda import gpu

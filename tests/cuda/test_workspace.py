@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 from planner.measure import devices, workspace
 from planner.measure.cuda_workspace import allowance_bytes
 from tests.cuda import gpu

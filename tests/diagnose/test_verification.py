@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.diagnose import verification
 from planner.errors import UsageError
 

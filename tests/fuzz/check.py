@@ -15,7 +15,7 @@ import planner
 from planner.analysis.study import Study
 from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.ir.simulator import lifetimes, simulate

@@ -18,7 +18,6 @@ PRIVATE_TORCH = {
     "planner.capture.capture_speedups",
     "planner.capture.call_internals",
     "planner.capture.cuda_graph_internals",
-    "planner.capture.ddp_internals",
     "planner.capture.dispatch_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.errors import CaptureError
 from tests.models import Stack, mean_square, rows
 from tests.runtimes.steps import hold_peak

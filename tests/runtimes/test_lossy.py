@@ -16,7 +16,7 @@ import cli
 import planner
 from planner import solvers
 from planner.capture.memory import record
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.diagnose.verification import ROUNDED, StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, UsageError
 from planner.ir.graph import TrainingGraph, named_by

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 import cli
 import planner
 from planner import zoo
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph, is_tangent
-from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.joint_capture import capture
 from planner.errors import UsageError
 from planner.transforms.local_graph import local_step
 from planner.transforms.shards import Shard

@@ -18,22 +18,20 @@ from torch import fx, nn
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Passage, Recorder
-from planner.capture.forwards import forwards
-from planner.capture.gradients import Gradients
+from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
-from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, mode_of, until_stopped
+from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
-from planner.capture.planned_call import parts_as_written
+from planner.capture.parallel_events import Gradients, UnitCalls
+from planner.capture.planned_call import forwards, parts_as_written
 from planner.capture.provenance import kinds_of
-from planner.capture.random_states import RandomStates
-from planner.capture.state_restore import put_back, written_back
+from planner.capture.state_restore import RandomStates, put_back, written_back
 from planner.capture.storages import Run
 from planner.capture.target_device import Elsewhere, as_it_runs
 from planner.capture.torch_internals import Compiler, FakeTensor, aot_backend, call_implementation, other_state
 from planner.capture.trees import leaves_of, mapped, tensors_in
-from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks

@@ -18,7 +18,7 @@ from planner.capture.eager.offloadable_saves import Candidate, Waits, waits_of
 from planner.capture.eager.trace import Call, Save, Trace, Turn
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
-from planner.capture.parallel import has_distributed_tensors, units_of
+from planner.capture.model_facts import has_distributed_tensors, units_of
 from planner.capture.sharding import Sharding
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable

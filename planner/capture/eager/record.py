@@ -14,26 +14,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
-from planner.capture.fake_internals import without_logs_of_errors
-from planner.capture.forwards import forwards
-from planner.capture.gradients import Gradients
+from planner.capture.fake_internals import is_fake, is_without_data, mode_of, without_logs_of_errors
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of
-from planner.capture.joint_capture import is_fake, is_without_data, mode_of
+from planner.capture.model_facts import has_distributed_tensors, units_of
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_distributed_tensors, units_of
-from planner.capture.planned_call import parts_run_as_they_are
+from planner.capture.parallel_events import Gradients, UnitCalls
+from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
 from planner.capture.state_restore import forget, put_back, written_back
 from planner.capture.target_device import Elsewhere, as_it_runs
-from planner.capture.torch_internals import (
-    FakeTensor,
-    call_implementation,
-    calling,
-    installed_call,
-    other_state,
-)
+from planner.capture.torch_internals import FakeTensor, call_implementation, installed_call, other_state
 from planner.capture.trees import tensors_in
-from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.eager.drawn_numbers import DrawnNumbers
+from planner.capture.fake_internals import with_its_number
 from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
+from planner.capture.parallel_events import Told
 from planner.capture.provenance import is_library, short_path
 from planner.capture.storages import Run, StepRecorder, Storage
 from planner.capture.torch_internals import (
@@ -32,7 +33,6 @@ from planner.capture.torch_internals import (
     taken_apart,
 )
 from planner.capture.trees import sparse_in, tensors_in
-from planner.capture.unit_calls import Told
 from planner.errors import UsageError
 
 _CHECKPOINTS_ITSELF = (
@@ -299,3 +299,32 @@ def _source() -> str:
                 raise UsageError(_CHECKPOINTS_ITSELF.format(f"{short_path(file)}:{line}"))
             source = source or f"{short_path(file)}:{line}"
     return source
+
+
+class DrawnNumbers:
+    """Follows them through a step that is recorded."""
+
+    def __init__(self) -> None:
+        self.decide = False
+        """Whether the program looked at one."""
+        self._storages: set[int] = set()
+
+    def drawn(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Return the result of a call, with its number if the call draws one on the host."""
+        if isinstance(result, FakeTensor) and _is_number(result) and draws(function, args, kwargs):
+            return result if tensors_in((args, kwargs)) else with_its_number(result, function, args, kwargs)
+        return result
+
+    def follow(
+        self, is_random: bool, reads: Sequence[int], makes: Sequence[int], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what a call made of drawn numbers, given the storages that it read and made."""
+        if not (self._storages.issuperset(reads) if reads else is_random):
+            return
+        self.decide |= not results
+        if all(map(_is_number, results)):
+            self._storages.update(makes)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.device.type == "cpu"
