@@ -247,7 +247,7 @@ class AutoRuntime:
     def _run_other(
         self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the model by another candidate from now on, if one can: a call that fails there too says nothing of it."""
+        """Run the model by another candidate from now on, if one can."""
         tried: Tried = [refusal]
         other = self._started(tried, others, Inputs(args, kwargs))
         try:
