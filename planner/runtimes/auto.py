@@ -244,9 +244,7 @@ class AutoRuntime:
         if self._instead is not None:
             self._instead.stop()
 
-    def _run_other(
-        self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model by another candidate from now on, if one can."""
         tried: Tried = [refusal]
         other = self._started(tried, others, Inputs(args, kwargs))
