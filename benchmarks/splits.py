@@ -25,11 +25,16 @@ from benchmarks.common import Result, percent
 from benchmarks.split_models import LLAMA_8B, LLAMA_70B, LLAMA_405B, LanguageModel, Sizes
 from cost_models.devices import DeviceSpec
 from planner import zoo
-from planner.analysis.splits.estimate import Estimator
-from planner.analysis.splits.links import links_of
-from planner.analysis.splits.search import search
-from planner.analysis.splits.table import FULL, KEEP, ModelTable
-from planner.analysis.splits.types import (
+from planner.capture import fake_mode
+from planner.capture.inputs import Inputs
+from planner.common.options import Target, Training
+from planner.extras.splits.best import PROBED_LAYERS, deeper
+from planner.extras.splits.captured_table import split_table
+from planner.extras.splits.estimate import Estimator
+from planner.extras.splits.links import links_of
+from planner.extras.splits.search import search
+from planner.extras.splits.table import FULL, KEEP, ModelTable
+from planner.extras.splits.types import (
     FSDP2,
     OPTIMIZER,
     REPLICATED,
@@ -39,11 +44,6 @@ from planner.analysis.splits.types import (
     Split,
     described,
 )
-from planner.capture import fake_mode
-from planner.capture.inputs import Inputs
-from planner.common.options import Target, Training
-from planner.session.split_tables import split_table
-from planner.session.splitting import PROBED_LAYERS, deeper
 from planner.session.step import Options
 
 GOAL_SECONDS = 60.0

@@ -15,28 +15,25 @@ if TYPE_CHECKING:
     from planner.analysis.explain import explain
     from planner.analysis.study import Study
     from planner.analysis.trade_off.types import TradeOffCurve
-    from planner.api import auto_wrap, backend, plan, plan_of, profile, status, unwrap, verify, wrap_pipeline
+    from planner.api import auto_wrap, backend, plan, plan_of, profile, status, unwrap, verify
     from planner.diagnose.check import check
     from planner.diagnose.status import Status
     from planner.exporters import export
     from planner.exporters._export import Export
     from planner.ir.instances import load_instance
-    from planner.plans.pipeline_types import PipelinePlan, StagePlan
     from planner.plans.plan import Plan, Verification
     from planner.plans.profile_file import load as load_profile
     from planner.plans.profile_file import save as save_profile
-    from planner.session.pipelining import plan_pipeline
-    from planner.session.splitting import best_splits
     from planner.session.studying import audit, study, what_if
     from planner.solvers import solve
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Audit", "Export", "PipelinePlan", "Plan", "StagePlan", "Status", "Study", "TradeOffCurve", "Verification",
-    "__version__", "audit", "auto_wrap", "backend", "best_splits", "check", "diff", "explain", "export",
-    "load_instance", "load_profile", "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status",
-    "study", "unwrap", "verify", "what_if", "wrap_pipeline",
+    "Audit", "Export", "Plan", "Status", "Study", "TradeOffCurve", "Verification",
+    "__version__", "audit", "auto_wrap", "backend", "check", "diff", "explain", "export",
+    "load_instance", "load_profile", "plan", "plan_of", "profile", "save_profile", "solve", "status",
+    "study", "unwrap", "verify", "what_if",
 ]  # fmt: skip
 
 _HOME = {
@@ -54,18 +51,14 @@ _HOME = {
         "status",
         "unwrap",
         "verify",
-        "wrap_pipeline",
     ),
     "planner.diagnose.check": ("check",),
     "planner.diagnose.status": ("Status",),
     "planner.exporters": ("export",),
     "planner.exporters._export": ("Export",),
     "planner.ir.instances": ("load_instance",),
-    "planner.plans.pipeline_types": ("PipelinePlan", "StagePlan"),
     "planner.plans.plan": ("Plan", "Verification"),
     "planner.plans.profile_file": ("load_profile", "save_profile"),  # there without the last word
-    "planner.session.pipelining": ("plan_pipeline",),
-    "planner.session.splitting": ("best_splits",),
     "planner.session.studying": ("audit", "study", "what_if"),
     "planner.solvers": ("solve",),
 }

@@ -37,7 +37,6 @@ from planner.errors import UsageError
 from planner.findings.finding import collapsed
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
-from planner.plans.pipeline_types import StagePlan
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import Running
@@ -388,96 +387,6 @@ def auto_wrap(
     unwrap(model)
     install_planned_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model
-
-
-def wrap_pipeline(
-    schedule: Any,
-    example_inputs: Any = None,
-    *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    target: Any = None,
-    example_kwargs: Mapping[str, Any] | None = None,
-    return_outputs: bool = True,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    reserve: Size = 0,
-    progress: Progress | None = None,
-) -> StagePlan:
-    """Make the stages of this rank keep a memory budget in a schedule of ``torch.distributed.pipelining``.
-
-    Every rank of the pipeline calls it, after it has made its schedule and before the first step. A rank's stages are
-    planned together, for as many micro-batches as the schedule has in flight there, and their modules are wrapped.
-    Calls of ``schedule.step`` do not change.
-
-    Parameters
-    ----------
-    schedule : torch.distributed.pipelining schedule
-        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
-        (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
-        stages are made by ``PipelineStage(module, ...)``.
-    example_inputs, example_kwargs, target
-        What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, the target
-        where the last one is.
-    budget, activation_budget : int, float or str
-        What this rank may hold, or may allocate on top of what is resident; see :func:`plan`. ``"60%"`` is of what this
-        rank holds without recompute.
-    return_outputs : bool
-        As ``schedule.step`` is called: whether the rank of the last stage keeps the outputs of all micro-batches, and
-        puts them together.
-    time_limit_seconds : float
-        Roughly, for this rank.
-    solver, deterministic, seed, cost_model, profile, optimizer, master_weights, reserve, progress
-        See :func:`plan`.
-    gradient_accumulation : bool
-        Whether gradients of earlier steps are there when ``schedule.step`` begins.
-
-    Returns
-    -------
-    StagePlan
-        What this rank does, its predicted peak, and the plan of each of its stages.
-
-    Raises
-    ------
-    UsageError
-        If an argument is wrong.
-    RuntimeUnsupportedError
-        For schedules that are not torch's, whose memory is not known, and stages with a ``dw_builder`` of their own.
-    CaptureError, NoPlanFitsError
-        If a stage cannot be captured as one graph, or no plan fits this rank.
-    PlanMismatchError
-        If ranks have different schedules.
-    PlannerError
-        If another rank failed, or went away.
-    """
-    asked = locals()
-    # What torch has for pipelines takes a while to import.
-    from planner.capture.pipelining_internals import RankOfPipeline
-    from planner.session.stage_planning import plan_rank
-
-    options = _settled(Options.of({**asked, "compare": False}, runtime="graph"))
-    rank = RankOfPipeline.of(schedule)
-    has_inputs = example_inputs is not None or bool(example_kwargs)
-    example = Inputs.of(example_inputs, example_kwargs) if has_inputs else Inputs((), {})
-    for stage in rank.stages:
-        unwrap(stage.submod)
-    with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
-        made, planned = plan_rank(rank, example, target, options, return_outputs=return_outputs)
-    later = []
-    for one in planned:
-        own = replace(one.options, budget=Budget(budget=one.plan.budget_bytes), reused_plan=one.plan)
-        running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
-        install_planned_call(one.module, running)
-        later.append(getattr(running, "later_weights", None))
-    rank.give_weights_by(later)
-    return made
 
 
 def verify(

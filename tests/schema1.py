@@ -13,6 +13,7 @@ from torch import nn
 
 import cost_models
 import planner
+from planner.extras.pipelines import plan_pipeline
 
 PLANS: dict[str, dict[str, Any]] = {
     "graph": {"runtime": "graph"},
@@ -78,9 +79,7 @@ def reports(plan: planner.Plan, other: planner.Plan) -> dict[str, dict[str, Any]
         "diff": planner.diff(plan, other).report(),
         "check": planner.check(model(), inputs()).report(),
         "export": planner.export(plan, to="jax", study=planner.study(model(), inputs(), runtime="graph")).report(),
-        "pipeline": planner.plan_pipeline(
-            model(), inputs(), budget="1MiB", stages=2, micro_batches=2, **limits
-        ).report(),
+        "pipeline": plan_pipeline(model(), inputs(), budget="1MiB", stages=2, micro_batches=2, **limits).report(),
     }
 
 

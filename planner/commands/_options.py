@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 from planner.common.options import AUTO, OFF, PARALLEL, Chunk, Offload, Search, Target, Training
 from planner.common.units import parse_size
 from planner.errors import UsageError
-from planner.plans.pipeline_schedules import PipelineSchedule
 
 DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
@@ -226,36 +225,3 @@ def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusi
     group.add_argument("--budget", **SIZE, help="all the device may hold: 8GiB, 8GB, bytes, or 60%% of eager's peak")
     group.add_argument("--activation-budget", **SIZE, help="what the step may add to what is resident")
     return group
-
-
-def pipeline_options(parser: argparse.ArgumentParser) -> None:
-    """Add what cuts the model into the stages of a pipeline."""
-    group = parser.add_argument_group("pipeline (advanced; the batch size is that of one micro-batch)")
-    group.add_argument("--pipeline-stages", type=count, metavar="N", help="plan each of N devices in a row")
-    group.add_argument("--micro-batches", type=count, metavar="M", help="of one training step")
-    group.add_argument("--schedule", metavar="NAME", help="1f1b (default), gpipe or interleaved")
-    group.add_argument(
-        "--chunks", type=count, metavar="V", help="groups of layers on each device if interleaved (default 2)"
-    )
-
-
-def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options on a pipeline, refused where they do not go together; none if there is no pipeline."""
-    if args.pipeline_stages is None:
-        if given := [name for name in ("micro_batches", "schedule", "chunks") if getattr(args, name, None) is not None]:
-            raise UsageError(f"--{given[0].replace('_', '-')} is for a pipeline: give --pipeline-stages N too")
-        return {}
-    if args.micro_batches is None:
-        raise UsageError("--pipeline-stages needs --micro-batches M: how many one training step has")
-    refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
-               "--operations": args.operations, "--html": args.html, "--tree": args.tree,
-               "--memory-viz": args.memory_viz, "--timings": args.timings,
-               "--runtime": args.runtime != "auto", "--offload": args.offload, "--strategy": args.strategy,
-               "--chunk": args.chunk != OFF}  # fmt: skip
-    if given := [option for option, value in refused.items() if value]:
-        raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
-    schedule = args.schedule or "1f1b"
-    chunks = args.chunks or (2 if schedule == "interleaved" else 1)
-    asked = {"stages": args.pipeline_stages, "micro_batches": args.micro_batches, "chunks": chunks}
-    PipelineSchedule(name=schedule, **asked)  # refuses what does not go together
-    return {**asked, "schedule": schedule}

@@ -56,7 +56,6 @@ def _known() -> dict[str, Sequence[str]]:
     from cost_models.devices import device_names
     from planner import exporters, runtimes, solvers, strategies, zoo
     from planner.common.options import OPTIMIZERS
-    from planner.plans.pipeline_schedules import SCHEDULES
 
     return {
         "name": [*zoo.names()],
@@ -64,7 +63,6 @@ def _known() -> dict[str, Sequence[str]]:
         "cost_model": cost_models.names(),
         "optimizer": OPTIMIZERS,
         "runtime": runtimes.names(),
-        "schedule": SCHEDULES,
         "solver": solvers.names(),
         "strategy": strategies.names(),
         "to": exporters.targets(),

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
-from planner.commands import _asked, _splits
+from planner.commands import _asked
 from planner.commands._interrupts import INTERRUPTED, Interrupts
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
 from planner.commands._terminal import hand_out, quiet, reporting
@@ -51,7 +51,6 @@ class _WhatIf(AboutModel):
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
         "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
         "what-if gpt2 --device h100 --dtype bf16 --offload --host-budget 64GiB",
-        "what-if llama-7b --gpus 8 --device h100 --global-batch 256 --optimizer adamw --master-weights",
     )
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -77,7 +76,6 @@ class _WhatIf(AboutModel):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
         axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
-        _splits.add_options(parser)
         group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a size or a device has a fifth of that")
         add(parser.add_argument_group("offload to the host's memory (advanced)"), Offload)
         how = parser.add_argument_group("how plans are carried out (advanced)")
@@ -87,8 +85,6 @@ class _WhatIf(AboutModel):
         group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
 
     def run(self, args: argparse.Namespace) -> int:
-        if _splits.is_asked(args):
-            return _splits.run(args)
         _check(args)
         with quiet(args.debug), reporting(args.debug) as progress:
             asking = _Asking(args, progress)

@@ -35,17 +35,14 @@ from planner.report.explain import render as render_explanation
 from planner.report.findings import render_diagnosis
 from planner.report.inline import Report
 from planner.report.measured import render_device, render_profile
-from planner.report.pipeline import render as render_pipeline
-from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
-from planner.report.splits import render as render_splits
 from planner.report.style import print_parts, print_report, table
 from planner.report.suggest import render as render_suggestions
 from planner.report.what_if import render as render_what_if
 
 __all__ = [
     "render", "render_audit", "render_device", "render_diagnosis", "render_difference", "render_established",
-    "render_explanation", "render_infeasible", "render_infeasible_pipeline", "render_pipeline", "render_profile",
-    "render_splits", "render_suggestions", "render_timings", "render_what_if",
+    "render_explanation", "render_infeasible", "render_profile",
+    "render_suggestions", "render_timings", "render_what_if",
 ]  # fmt: skip
 
 

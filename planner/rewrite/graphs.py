@@ -19,7 +19,7 @@ from torch import fx
 
 from planner.capture.cuda_graph_internals import run_again, run_and_save
 from planner.capture.in_place import overwritten_argument, write_over
-from planner.capture.joint import is_batch_norm, is_random
+from planner.capture.joint import DEFERRED, is_batch_norm, is_deferred, is_random
 from planner.capture.lowering import LoweredGraph
 from planner.capture.symbolic import is_symbolic
 from planner.capture.torch_internals import (
@@ -32,7 +32,6 @@ from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
 from planner.rewrite.layouts import OF_ANY_LAYOUT
-from planner.transforms.weights_last import REST, is_rest
 
 aten = torch.ops.aten
 
@@ -106,8 +105,8 @@ def extract_fwd_bwd(
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
-    if REST in lowered.joint.graph.output_node().meta:
-        backward.graph.output_node().meta[REST] = lowered.joint.graph.output_node().meta[REST]
+    if DEFERRED in lowered.joint.graph.output_node().meta:
+        backward.graph.output_node().meta[DEFERRED] = lowered.joint.graph.output_node().meta[DEFERRED]
     tensors = saved[: len(saved) - len(of_numbers)]
     for taken in reversed([*(taken for _, taken in (*of_numbers, *tensors)), *tangents]):
         next(iter(backward.graph.nodes)).prepend(taken)
@@ -121,9 +120,9 @@ def extract_fwd_bwd(
 def _run_backward(
     backward: _Emitter, lowered: LoweredGraph, positions: range, skipped: Container[int]
 ) -> tuple[Any, ...]:
-    """Write the backward and return what leaves it; what is only for weights is marked, if the graph has it last."""
+    """Write the backward and return what leaves it; nodes of a deferred part come last and are marked."""
     order, outputs = backward.order, lowered.joint.outputs[1]
-    rest = {index for index, node in enumerate(lowered.operation_nodes) if is_rest(node)}
+    rest = {index for index, node in enumerate(lowered.operation_nodes) if is_deferred(node)}
     if not rest:
         backward.run(positions, skipped)
         return backward.resolve_gradients(outputs)
@@ -135,14 +134,14 @@ def _run_backward(
             begins = position + 1
         ran.add(index)
     backward.run(range(positions.start, begins), skipped)
-    late = lowered.joint.graph.output_node().meta[REST]
+    late = lowered.joint.graph.output_node().meta[DEFERRED]
     sent = backward.resolve_gradients([None if at in late else node for at, node in enumerate(outputs)])
     first = set(backward.graph.nodes)
     backward.run(range(begins, positions.stop), skipped)
     kept = backward.resolve_gradients([node if at in late else None for at, node in enumerate(outputs)])
     for node in backward.graph.nodes:
         if node not in first and node.op != "placeholder":
-            node.meta[REST] = True
+            node.meta[DEFERRED] = True
     return tuple(own if own is not None else later for own, later in zip(sent, kept, strict=True))
 
 

@@ -38,7 +38,6 @@ from planner.plans.plan import Plan
 from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
 from planner.runtimes._cuda_graphs import CudaGraphs
-from planner.runtimes._deferred_weight_grads import LaterWeights
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._shapes import (
     CallsSeen,
@@ -92,8 +91,6 @@ class GraphRuntime(PlannedCalls):
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
         self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.training.cuda_graphs else None
-        self.later_weights = LaterWeights() if options.weights_last else None
-        """What a pipeline asks for after each backward."""
         self._may_vary = compiler is aot_backend and self._cuda_graphs is None
         """Whether sizes that vary are captured as symbols."""
         self._numbers: dict[str, float] = {}
@@ -289,7 +286,7 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
         """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
-        runs_halves = self._cuda_graphs or self.later_weights
+        runs_halves = self._cuda_graphs or self.options.deferred
         new = partial(
             IsolatedCall,
             self.model,

@@ -33,6 +33,7 @@ from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower, runs_after
 from planner.capture.model_facts import module_facts, outside_bytes, units_of
 from planner.capture.parallel_events import Gradients
+from planner.capture.programs import DeferredBackward
 from planner.capture.provenance import kinds_of
 from planner.capture.target_device import Elsewhere
 from planner.capture.torch_internals import VERSION, outside_tracing
@@ -61,7 +62,6 @@ from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_
 from planner.transforms import rounding
 from planner.transforms.inplace_grad_accumulation import sum_in_place
 from planner.transforms.local_graph import local_step
-from planner.transforms.weights_last import weights_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ class Options:
     """The model's own step, recorded, or why it could not be; None where nobody asked."""
     is_stage: bool = False
     """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
-    weights_last: bool = False
-    """Whether a pipeline asks for the gradients of weights after those of inputs."""
+    deferred: DeferredBackward | None = None
+    """What runs a part of the backward later, when it is asked for; None for a backward in one part."""
     gradients: Gradients = field(default_factory=Gradients)
     """What DDP does with gradients of the step; ``found`` is left to who traces it."""
     plan_collectively: bool = False
@@ -227,8 +227,8 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
-    if options.weights_last:
-        weights_last(joint, {id(parameter) for parameter in model.parameters()})
+    if options.deferred is not None:
+        options.deferred.mark(joint, model)
     if not joint.functional and options.training.tensor_parallel == 1:
         sum_in_place(joint)
     return lower_step(model, joint, options)

@@ -24,7 +24,7 @@ PRIVATE_TORCH = {
     "planner.capture.inductor_internals",
     "planner.capture.inductor_order_internals",
     "planner.capture.module_internals",
-    "planner.capture.pipelining_internals",
+    "planner.extras.pipelines.pipelining_internals",
     "planner.capture.torch_internals",
     "planner.capture.tracing_internals",
 }
@@ -54,7 +54,12 @@ ONLY_IN = {
         "planner.capture.dispatch_internals",
         "planner.solving.live_bytes_cut",
     ),
-    "rich": ("planner.report", "planner.commands._terminal"),
+    "rich": (
+        "planner.report",
+        "planner.commands._terminal",
+        "planner.extras.pipelines.report",
+        "planner.extras.splits.report",
+    ),
     "jinja2": ("planner.report",),
     "matplotlib": ("planner.report.curve_chart",),
     "plotext": ("planner.report.curve_chart",),

@@ -15,10 +15,11 @@ import transformers
 
 import planner
 from planner import solvers
+from planner.extras import pipelines, splits
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PUBLIC = [name for name in planner.__all__ if callable(getattr(planner, name))]
+PUBLIC = {name: getattr(of, name) for of in (planner, pipelines, splits) for name in of.__all__}
 
 
 def parameters_of(docstring: str) -> list[str]:
@@ -49,9 +50,8 @@ def headings_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_what_people_call_is_described_in_full(name: str):
-    public = getattr(planner, name)
+@pytest.mark.parametrize("public", [public for public in PUBLIC.values() if callable(public)])
+def test_what_people_call_is_described_in_full(public):
     described = parameters_of(inspect.getdoc(public) or "")
     if dataclasses.is_dataclass(public):
         described += fields_of(public)

@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import planner
 from planner import errors
 from planner.capture.memory import measure_peak, record
+from planner.extras.pipelines import StagePlan, wrap_pipeline
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
 from tests.runtimes import exchanging
@@ -834,7 +835,7 @@ def run_pipeline(
     around: dict[str, Any] | None = None,
     seed: int = 2,
     **options: Any,
-) -> tuple[int, list[torch.Tensor], planner.StagePlan | None, list[bool]]:
+) -> tuple[int, list[torch.Tensor], StagePlan | None, list[bool]]:
     """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for.
 
     And whether gradients of weights came when they were asked for by themselves, each time that was so.
@@ -842,7 +843,7 @@ def run_pipeline(
     others = live()
     stages, schedule = scheduled(kind, rank, **(around or {}))
     args, kwargs = given(stages, seed)
-    plan = planner.wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
+    plan = wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
 
     def run() -> None:
         for stage in stages:
@@ -905,7 +906,7 @@ def documented(rank: int) -> dict[str, Any]:
 def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
     stages, schedule = scheduled(kind, rank, micro_batches)
     args, kwargs = given(stages)
-    planner.wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
+    wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
 
 
 def in_parts(module: Any) -> nn.Module:
@@ -922,12 +923,12 @@ def pipeline_errors(rank: int) -> dict[str, Any]:
     stages, own_weights = scheduled(pipelining.ScheduleZBVZeroBubble, rank)
     stages[0].dw_builder = lambda: lambda: None
     return {
-        "own_weights": refused(lambda: planner.wrap_pipeline(own_weights, budget="80%")),
+        "own_weights": refused(lambda: wrap_pipeline(own_weights, budget="80%")),
         "differ": refused(lambda: wrapped(rank, gpipe, MICRO_BATCHES + 2 * rank)),
         "tight": refused(lambda: wrapped(rank, gpipe, budget="1%" if rank else "80%")),
         "no_target": refused(lambda: wrapped(rank, gpipe, target=None)),
-        "sharded": refused(lambda: planner.wrap_pipeline(scheduled(gpipe, rank, around=in_parts)[1], budget="80%")),
-        "no_schedule": refused(lambda: planner.wrap_pipeline(Part(0), data(0), budget="80%")),
+        "sharded": refused(lambda: wrap_pipeline(scheduled(gpipe, rank, around=in_parts)[1], budget="80%")),
+        "no_schedule": refused(lambda: wrap_pipeline(Part(0), data(0), budget="80%")),
     }
 
 

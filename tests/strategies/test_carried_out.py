@@ -157,10 +157,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for arguments, words in (
         (["verify", "own.py:make"], "--strategy NAME, --plan FILE"),
         (["verify", "own.py:make", "--plan", "own.plan", "--strategy", "every-2"], "leave --strategy out"),
-        (
-            ["plan", "own.py:make", "--strategy", "every-2", "--pipeline-stages", "2", "--micro-batches", "2"],
-            "pipeline",
-        ),
     ):
         assert cli.main(arguments) == 2
         streams = capsys.readouterr()

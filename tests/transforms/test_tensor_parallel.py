@@ -18,6 +18,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph, is_tangent
 from planner.capture.joint_capture import capture
 from planner.errors import UsageError
+from planner.extras.pipelines import plan_pipeline
 from planner.transforms.local_graph import local_step
 from planner.transforms.shards import Shard
 from planner.transforms.tensor_parallel import Sharding, find_sharding
@@ -296,8 +297,8 @@ def test_parameters_add_up(spread: planner.Plan) -> None:
 def test_a_pipeline_of_such_devices() -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     settings: dict[str, Any] = {"budget": "1GiB", "stages": 2, "micro_batches": 2, "optimizer": "adamw"}
-    built = planner.plan_pipeline(Transformer(2), x, **settings)
-    spread = planner.plan_pipeline(Transformer(), x, **settings, tensor_parallel=2)
+    built = plan_pipeline(Transformer(2), x, **settings)
+    spread = plan_pipeline(Transformer(), x, **settings, tensor_parallel=2)
     for hand, stage in zip(built.stages, spread.stages, strict=True):
         assert stage.plans[0].static_bytes == hand.plans[0].static_bytes
         assert stage.baseline_peak_bytes == hand.baseline_peak_bytes

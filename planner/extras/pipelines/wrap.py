@@ -1,0 +1,116 @@
+"""Plan and wrap the stages of this rank for a schedule of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from cost_models.measured import Profile
+from planner import runtimes
+from planner.analysis.compatibility import check_solver
+from planner.api import unwrap
+from planner.capture.device import entered, of_model
+from planner.capture.inputs import Inputs
+from planner.capture.planned_call import install_planned_call
+from planner.common.limits import Progress
+from planner.common.options import Budget
+from planner.common.units import Size
+from planner.extras.pipelines.deferred_weight_grads import LaterWeights
+from planner.extras.pipelines.pipelining_internals import RankOfPipeline
+from planner.extras.pipelines.plan import StagePlan
+from planner.extras.pipelines.rank import plan_rank
+from planner.report.progress import tell
+from planner.session.step import Options
+
+
+def wrap_pipeline(
+    schedule: Any,
+    example_inputs: Any = None,
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+    target: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    return_outputs: bool = True,
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    cost_model: str = "auto",
+    profile: Profile | None = None,
+    optimizer: str = "none",
+    master_weights: bool = False,
+    gradient_accumulation: bool = False,
+    reserve: Size = 0,
+    progress: Progress | None = None,
+) -> StagePlan:
+    """Make the stages of this rank keep a memory budget in a schedule of ``torch.distributed.pipelining``.
+
+    Every rank of the pipeline calls it, after it has made its schedule and before the first step. A rank's stages are
+    planned together, for as many micro-batches as the schedule has in flight there, and their modules are wrapped.
+    Calls of ``schedule.step`` do not change.
+
+    Parameters
+    ----------
+    schedule : torch.distributed.pipelining schedule
+        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
+        (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
+        stages are made by ``PipelineStage(module, ...)``.
+    example_inputs, example_kwargs, target
+        What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, the target
+        where the last one is.
+    budget, activation_budget : int, float or str
+        What this rank may hold, or may allocate on top of what is resident; see :func:`planner.plan`. ``"60%"`` is of
+        what this rank holds without recompute.
+    return_outputs : bool
+        As ``schedule.step`` is called: whether the rank of the last stage keeps the outputs of all micro-batches, and
+        puts them together.
+    time_limit_seconds : float
+        Roughly, for this rank.
+    solver, deterministic, seed, cost_model, profile, optimizer, master_weights, reserve, progress
+        See :func:`planner.plan`.
+    gradient_accumulation : bool
+        Whether gradients of earlier steps are there when ``schedule.step`` begins.
+
+    Returns
+    -------
+    StagePlan
+        What this rank does, its predicted peak, and the plan of each of its stages.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    RuntimeUnsupportedError
+        For schedules that are not torch's, whose memory is not known, and stages with a ``dw_builder`` of their own.
+    CaptureError, NoPlanFitsError
+        If a stage cannot be captured as one graph, or no plan fits this rank.
+    PlanMismatchError
+        If ranks have different schedules.
+    PlannerError
+        If another rank failed, or went away.
+    """
+    asked = locals()
+    options = Options.of({**asked, "compare": False}, runtime="graph")
+    check_solver(options.runtime, solver)
+    options.budget.check()
+    if progress is None:
+        options = replace(options, search=replace(options.search, progress=tell))
+    rank = RankOfPipeline.of(schedule)
+    has_inputs = example_inputs is not None or bool(example_kwargs)
+    example = Inputs.of(example_inputs, example_kwargs) if has_inputs else Inputs((), {})
+    for stage in rank.stages:
+        unwrap(stage.submod)
+    with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
+        made, planned = plan_rank(rank, example, target, options, return_outputs=return_outputs)
+    deferred = []
+    for one in planned:
+        later = None if one.options.deferred is None else LaterWeights()
+        budget_of_stage = Budget(budget=one.plan.budget_bytes)
+        own = replace(one.options, budget=budget_of_stage, reused_plan=one.plan, deferred=later)
+        running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
+        install_planned_call(one.module, running)
+        deferred.append(later)
+    rank.give_weights_by(deferred)
+    return made
