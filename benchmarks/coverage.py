@@ -211,16 +211,9 @@ def _markdown(result: Result) -> str:
         "an exception."
     )
     headings = [
-        "model",
-        "runtime",
-        "smallest",
-        "overhead",
-        "bits equal",
-        "eager MiB",
-        "of prediction",
-        "of budget",
+        "model", "runtime", "smallest", "overhead", "bits equal", "eager MiB", "of prediction", "of budget",
         "plan s",
-    ]
+    ]  # fmt: skip
     counted = [row for row in rows if row["status"] != "invalid"]
     parts = [
         here + missing,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import common
-from benchmarks.architectures import ARCHITECTURES
+from benchmarks.cases import ARCHITECTURES
 from benchmarks.common import Result, mebibytes, percent
 from planner import solvers, zoo
 from planner.capture.fake_internals import fake_mode
