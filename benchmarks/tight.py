@@ -172,8 +172,13 @@ def costed(name: str, device: str) -> Costed:
     """Capture a model without memory, or make a random graph; with costs."""
     if name not in MODELS:
         return random_step(int(name.removeprefix("random-")), seed=0)
+    return lowered(name, MODELS[name], device)
+
+
+def lowered(name: str, make: Callable[[], ZooModel], device: str) -> Costed:
+    """Capture a model without memory, with costs."""
     with fake_mode():
-        made = MODELS[name]()
+        made = make()
     joint = capture(made.model, Inputs.of(made.example_kwargs))
     options = Options(target=Target(device=device), name=name)
     step = lower_step(made.model, joint, options)
