@@ -1,7 +1,7 @@
 """What does each part of the solvers bring? Every case is planned with all parts, and with one of them switched off.
 
 Effort is equal because work is counted, not seconds (``SolveLimits.deterministic``), so the table does not depend on
-who else uses the machine. Annealing draws random numbers: all figures are means over a few seeds. A part is kept if
+who else uses the machine. Annealing draws the same random numbers each time. A part is kept if
 without it some case gets worse by at least half a percent: of the step for overhead and proven bound, of itself for the
 lowest peak that is found or proven. Parts are switched off by replacing one function each.
 """
@@ -45,8 +45,8 @@ WORTH_POINTS = 0.5
 NO_PLAN_POINTS = 100.0
 """What a case counts for overhead where no plan was found."""
 
-SEEDS, SECONDS = (0, 1), 2.0
-"""Of annealing, the first alone where little is annealed; and counted work for a solve."""
+SECONDS = 1.0
+"""Of counted work, for each solve."""
 
 FIGURES = ("overhead", "bound", "peak", "proven peak")
 """What a solve is judged by, in points; more is worse of the first and third, better of the others."""
@@ -93,7 +93,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "path_rows": (PLANS, {"solving.path_rows.PathRows.add_broken": _value(0)}),
     "budget_rows": (PLANS, {"solving.budget_rows.BudgetRows.add_broken": _value(0)}),
     "dominated_values": (
-        PLANS, {"solving.step_cut.passing_values": _value([]), "solving.branching.passing_values": _value([])},
+        PLANS, {"solving.step_cut.passing_values": _value([]), "solving.branch_and_bound.passing_values": _value([])},
     ),
     "presolve, one value for several": (PLANS, {"solvers.ilp.merged": _first, "solving.rerun_set.merged": _first}),
     "presolve, without small values": (PLANS, {"solvers.ilp.without_small": _first}),
@@ -204,40 +204,33 @@ def floor(problem: Problem, limits: SolveLimits) -> Result:
     return {"peak": problem.evaluate(lowest).peak_bytes / unit, "proven peak": proven_bytes / unit}
 
 
+def _posed(kind: str, *cases: tuple[Any, ...]) -> dict[str, tuple[str, Callable[[], Problem]]]:
+    """Name cases by what they are posed with: a step, a share of its peak and, if given, the rate of a host."""
+    names = [f"{case[0]} at {case[1]:.1%}" + "".join(f", host {rate:g}" for rate in case[2:]) for case in cases]
+    return {name: (kind, lambda case=case: posed(*case)) for name, case in zip(names, cases, strict=True)}
+
+
 CASES: dict[str, tuple[str, Callable[[], Problem]]] = {
-    **{f"{name} at {share:.1%}": (PLANS, lambda name=name, share=share: posed(name, share)) for name, share in (
-        ("unet", 0.26), ("densenet", 0.185), ("random-300", 0.22),
-    )},
-    **{f"lowest peak of {name}": (FLOORS, lambda name=name, share=share: posed(name, share)) for name, share in (
-        ("densenet", 0.173), ("random-300", 0.155),
-    )},
-    **{f"{name} at {share:.1%}": (FIRST, lambda name=name, share=share: posed(name, share)) for name, share in (
-        ("densenet", 0.1745), ("random-300", 0.158),
-    )},
-    "towers at 60%": (ORDERS, lambda: posed("towers", 0.6)),
-    **{f"{name} at {share:.0%}, host {rate:g}": (OFFLOADS, lambda args=(name, share, rate): posed(*args))
-       for name, share, rate in (
-        ("random-50", 0.5, 1.0), ("random-60", 0.4, 3.0), ("random-100", 0.4, 1.0), ("unet", 0.3, 1.0),
-    )},
+    **_posed(OFFLOADS, ("random-50", 0.5, 1.0), ("random-60", 0.4, 3.0), ("random-100", 0.4, 1.0)),
+    **_posed(FLOORS, ("random-300", 0.155), ("unet", 0.2533)),
+    **_posed(FIRST, ("random-300", 0.158)),
+    **_posed(ORDERS, ("towers", 0.6)),
+    **_posed(PLANS, ("random-300", 0.22), ("unet", 0.26)),
     "modules of unet at 55%": (MODULES, lambda: _of_modules(0.55)),
     "modules of unet at 55%, host 1": (MODULES, lambda: _of_modules(0.55, 1.0)),
-}  # fmt: skip
-"""By name, the kind and the problem; lowest peaks are in hundredths of its budget, which nobody keeps."""
+}
+"""By name, the kind and the problem; a lowest peak is shown in hundredths of its budget."""
 
 
 def measured(problem: Problem, kind: str, part: str | None, seconds: float) -> Result:
-    """Solve a case with each seed and one part switched off; means of the figures."""
-    found: list[Result] = []
-    for seed in SEEDS if kind in (PLANS, FLOORS) else SEEDS[:1]:
-        limits = SolveLimits(time_limit_seconds=seconds, deterministic=True, seed=seed)
-        asked = replace(problem, costs=tuple(problem.costs))
-        with ExitStack() as stack:
-            for name, value in (PARTS[part][1] if part else {}).items():
-                stack.enter_context(patch(f"planner.{name}", value))
-            if kind == FLOORS:
-                _forget()
-            found.append((floor if kind == FLOORS else plan)(asked, limits))
-    return {name: sum(row[name] for row in found) / len(found) for name in found[0]}
+    """Solve a case with one part switched off."""
+    limits = SolveLimits(time_limit_seconds=seconds, deterministic=True)
+    with ExitStack() as stack:
+        for name, value in (PARTS[part][1] if part else {}).items():
+            stack.enter_context(patch(f"planner.{name}", value))
+        if kind == FLOORS:
+            _forget()
+        return (floor if kind == FLOORS else plan)(replace(problem), limits)
 
 
 def _forget() -> None:
@@ -306,7 +299,7 @@ def _markdown(result: Result) -> str:
         result,
         f"By how many points the worst case gets worse without a part: overhead and proven bound in hundredths of the "
         f"step, the lowest peak that is found or proven in hundredths of itself. A part is kept where that is at least "
-        f"{WORTH_POINTS:g}. Means over {len(SEEDS)} seeds.",
+        f"{WORTH_POINTS:g}.",
         common.table(["part", *FIGURES, "kept"], lines),
     )
 

@@ -34,7 +34,7 @@ GOAL_SECONDS = 30.0
 GOAL_BYTES = 3 * 2**30
 LIMIT_SECONDS = 300.0
 
-IMPORTS = "import planner.api, planner.zoo, planner.report, transformers, torch._dynamo, pulp"
+IMPORTS = "import planner.api, planner.zoo, planner.report, transformers, torch._dynamo, highspy"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,15 @@ from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.branching import Branching, Limits
+from planner.solving.branch_and_bound import Branching, Gains, Limits, Tree
 from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Library, Relaxation, met
+from planner.solving.milp import Answer, Relaxation, exact_optimum, minimise
 from planner.solving.path_rows import PathRows, Way
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
-from planner.solving.tree import Gains, Tree
 
 _LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
 """Until each share of the time, how near plan and bound are to come, as a share of the step."""
@@ -63,7 +62,7 @@ _SMALL = 60
 
 
 class IlpSolver:
-    """Step-cut ILP with HiGHS, or CBC where that is missing."""
+    """Step-cut ILP with HiGHS."""
 
     name = "ilp"
     summary = "step-cut integer programme: near-optimal, with a proven bound on any plan"
@@ -123,7 +122,6 @@ class _StepCutSearch:
     def run(self) -> None:
         problem, count = self.problem, len(self.problem.graph.operations)
         if not self.incumbent.update(Schedule.keep_all(problem.graph), IlpSolver.name):
-            self.library = Library(self.tell)
             cuts = [Cut(problem.baseline.peak_position)]
             self.search(cuts if count <= _SMALL else self.relax(cuts), cuts)
         if self.incumbent.schedule is None:
@@ -231,14 +229,14 @@ class _StepCutSearch:
         model = build(self.posed, cuts, spare_bytes)
         if model is None:
             return None, Model()
-        answer = self.library.minimise(model, relax=True)
+        answer = minimise(model, relax=True)
         self.clock.work(len(model.rows) * (_LP_SECONDS_PER_ROW + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
         return answer.columns, model
 
     def relaxed(self, cuts: list[Cut], share: float) -> tuple[Model, Answer]:
         """Solve the relaxation of a programme, and again with the rows that its solution breaks; keep its bound."""
         model, rows = self.model(cuts)
-        relaxation = self.library.relaxation(model)
+        relaxation = Relaxation(model)
         answer = Answer(None, 0.0)
         while self.clock.left(share) > 0:
             found = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
@@ -272,7 +270,7 @@ class _StepCutSearch:
         """Look for the optimum of whole solutions until time is over, or plan and bound are near enough."""
         self.relaxed(cuts, share)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
-        relaxation = self.library.relaxation(model)
+        relaxation = Relaxation(model)
         branching = Branching(self.posed, cuts, model)
 
         def solve(turns: int | None) -> Answer:
@@ -286,7 +284,9 @@ class _StepCutSearch:
             bound = tree.bound(self.cutoff)
             if math.isinf(bound):
                 raise self.incumbent.infeasible(proven=True)
-            self.incumbent.raise_bound((bound if leaf is None else met(model, leaf.columns, bound)) * self.scale)
+            self.incumbent.raise_bound(
+                (bound if leaf is None else exact_optimum(model, leaf.columns, bound)) * self.scale
+            )
             if leaf is not None or self.is_over(share):
                 break
             leaf = tree.divide(self.cutoff)

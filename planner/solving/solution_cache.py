@@ -37,7 +37,7 @@ _LARGEST_ENTRY_BYTES = 16 << 20
 _ROOMS = ("common", "ir", "findings", "solving", "solvers")
 """Solvers import nothing of the planner beyond these; the contract on rooms holds them to it."""
 
-_LIBRARIES = ("highspy", "numba", "pulp")
+_LIBRARIES = ("highspy", "numba")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from planner.plans.plan import NoPlanFitsError
 from planner.report import render
 from planner.rewrite import host_copies
 from planner.solvers.offload_search import ENOUGH
-from planner.solving.milp import Library
+from planner.solving.milp import minimise
 from planner.solving.offload_bound import build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
@@ -179,7 +179,7 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
         cut = build(problem, step)
         assert cut is not None
         for relax in (True, False):
-            assert Library(print).minimise(cut.model, relax=relax).bound * cut.scale <= best + 1e-6
+            assert minimise(cut.model, relax=relax).bound * cut.scale <= best + 1e-6
 
 
 def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():

@@ -20,7 +20,6 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solvers import chain_dp
-from planner.solving.chain import Chain
 from tests import oracle
 from tests.example_graphs import Builder, transformer
 
@@ -189,7 +188,7 @@ def test_more_budget_never_costs_more() -> None:
 
 def test_equal_stages_are_solved_once() -> None:
     problem = at(oracle.gpt_like(24, vocabulary=1024), 0.5)
-    stages = Chain(problem, chain_places(problem.graph))
+    stages = chain_dp.Chain(problem, chain_places(problem.graph))
     names = chain_dp.run_names(stages)
     assert stages.count > 48
     assert len({name for row in names for name in row}) < stages.count**2 / 4

@@ -10,9 +10,9 @@ import pytest
 from planner.ir.problem import Problem
 from planner.solving import step_cut
 from planner.solving.dominated_values import passing_values
+from planner.solving.milp import minimise
 from planner.solving.step_cut import Cut, build
 from tests.oracle import random_graph, resnet_like
-from tests.solving.relaxations import LIBRARY
 
 
 def test_a_value_with_one_reader_that_makes_no_more_of_it_is_never_held() -> None:
@@ -44,6 +44,6 @@ def test_programmes_have_the_same_optimum_where_all_values_may_be_held(
     if made is None or all_held is None:
         assert made is all_held
         return
-    one, other = LIBRARY.minimise(made), LIBRARY.minimise(all_held)
+    one, other = minimise(made), minimise(all_held)
     assert one.infeasible == other.infeasible
     assert one.bound == pytest.approx(other.bound)

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
-from planner.solving.branching import Branching
+from planner.solving.branch_and_bound import Branching, Gains, Node, Tree
 from planner.solving.budget_rows import BudgetRows
+from planner.solving.milp import Relaxation, minimise
 from planner.solving.path_rows import PathRows
 from planner.solving.step_cut import Cut, Model, build
-from planner.solving.tree import Gains, Node, Tree
 from tests.oracle import cheapest, random_graph
-from tests.solving.relaxations import LIBRARY
 
 
 def _problem(seed: int) -> Problem | None:
@@ -30,7 +29,7 @@ def _tree(problem: Problem, cuts: list[Cut]) -> tuple[Model, Tree] | None:
     model = build(problem, cuts)
     if model is None:
         return None
-    relaxation = LIBRARY.relaxation(model)
+    relaxation = Relaxation(model)
     paths, budgets = PathRows(problem, cuts, model), BudgetRows(model)
 
     def add_broken(columns: list[float]) -> int:
@@ -53,7 +52,7 @@ def test_it_ends_at_the_optimum_of_the_programme_and_is_never_above(seed: int) -
         return
     model, tree = made
     rows = list(model.rows)
-    least = LIBRARY.minimise(Model(cost=model.cost, integer=model.integer, rows=rows))
+    least = minimise(Model(cost=model.cost, integer=model.integer, rows=rows))
     leaf: Node | None = None
     risen_to = 0.0
     while tree.open and leaf is None:

@@ -19,7 +19,7 @@ from planner.ir.layers import path_prefixes
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.milp import Answer, Library
+from planner.solving.milp import Answer, minimise
 from planner.solving.modules.peaks import Group, Need, Needs
 from planner.solving.step_cut import Model
 
@@ -54,7 +54,6 @@ class Chooser:
         """By operation of the base order; that of a region's recompute by minus its number, less one."""
         self._refused: list[frozenset[int]] = []
         self._tell = progress or (lambda _: None)
-        self._library: Library | None = None
 
     def cheapest(self) -> Solution:
         """Return the choice within the budget that recomputes least; without one, the error has the lowest peak."""
@@ -138,15 +137,13 @@ class Chooser:
         return frozenset(r for r in range(len(self.regions)) if answer.columns[r] > 0.5)
 
     def _minimise(self, model: Model) -> Answer:
-        if self._library is None:
-            self._library = Library(self._tell)
         left = self.clock.left()
         if left <= 0:
             return Answer(None, 0.0)
         gap = self.near_seconds / self._unit_seconds
         if not self.clock.counts_work:
-            return self._library.minimise(model, seconds=left, gap=gap)
-        answer = self._library.minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
+            return minimise(model, seconds=left, gap=gap)
+        answer = minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
         self.clock.work((1 + answer.turns) / _TURNS_PER_SECOND)
         return answer
 

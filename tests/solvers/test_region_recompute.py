@@ -9,8 +9,7 @@ import pytest
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solvers import solve
-from planner.solving.region_recompute import confine
+from planner.solvers import recompute_in_regions, solve
 from tests.example_graphs import ROUND_BYTES, Builder
 
 
@@ -47,7 +46,7 @@ def test_what_runs_again_elsewhere_is_put_off_until_its_region_runs() -> None:
     graph = chain(["a", "b"])
     early = Schedule.with_recomputations(graph, {6: (1,), 9: (3,)})
     assert strays(graph, early) == [1, 3]
-    late = confine(graph, early)
+    late = recompute_in_regions(graph, early)
     assert strays(graph, late) == []
     assert late.recomputations() == {8: (1,)}  # the region of 3 does not run again
 
