@@ -90,10 +90,10 @@ PLANS, FIRST, FLOORS, ORDERS, OFFLOADS, MODULES = ("plans", "first plans", "floo
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "integer programme": (PLANS, {"solvers.auto._Race.prove": _value(None)}),
     "annealing": (PLANS, {"solvers.auto._Race.anneal": _value(None)}),
-    "path_rows": (PLANS, {"solving.path_rows.PathRows.add_broken": _value(0)}),
-    "budget_rows": (PLANS, {"solving.budget_rows.BudgetRows.add_broken": _value(0)}),
+    "path_rows": (PLANS, {"solving.cutting_planes.PathRows.add_broken": _value(0)}),
+    "budget_rows": (PLANS, {"solving.cutting_planes.BudgetRows.add_broken": _value(0)}),
     "dominated_values": (
-        PLANS, {"solving.step_cut.passing_values": _value([]), "solving.branch_and_bound.passing_values": _value([])},
+        PLANS, {f"solving.{where}.dominated_values": _value([]) for where in ("step_cut", "branch_and_bound")},
     ),
     "presolve, one value for several": (PLANS, {"solvers.ilp.merged": _first, "solving.rerun_set.merged": _first}),
     "presolve, without small values": (PLANS, {"solvers.ilp.without_small": _first}),
@@ -125,7 +125,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "single_flip_search": (OFFLOADS, {"solving.single_flip_search.SingleFlipSearch.better": _value(None)}),
     "waiting less, all of it": (OFFLOADS, {"solvers.offload_search._Mix.wait_less": _value(None)}),
     "modules, keeping some operations": (
-        MODULES, {f"solving.modules.{where}.variants_of": _first for where in ("offload", "variants")},
+        MODULES, {f"solving.modules.{where}.variants_of": _first for where in ("offload", "ilp")},
     ),
     "modules, transfer windows": (MODULES, {"solving.modules.offload.widened": _unmoved}),
     "modules, several prices": (MODULES, {"solving.modules.offload._TRIALS": ((1e-3, 0.0, 1.0),)}),

@@ -19,10 +19,9 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.solving.branch_and_bound import Branching, Gains, Limits, Tree
-from planner.solving.budget_rows import BudgetRows, Rounding
+from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Relaxation, exact_optimum, minimise
-from planner.solving.path_rows import PathRows, Way
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
@@ -112,7 +111,7 @@ class _StepCutSearch:
         self.enough = effort.enough
         self.tell = progress
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
-        self.ways: list[Way] = []
+        self.ways: list[Path] = []
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
         self.gains = Gains()

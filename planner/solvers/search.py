@@ -28,9 +28,8 @@ from planner.solving.incumbent import Incumbent
 from planner.solving.minimum_peak_search import descended
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
 from planner.solving.peak_repair import mended
-from planner.solving.repeats import Repeats
 from planner.solving.rerun_set import RerunSet
-from planner.solving.solution_pool import MANY, Member, Population
+from planner.solving.solution_pool import MANY, Member, Population, Repeats
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs

@@ -20,8 +20,8 @@ from enum import Enum
 from typing import Any
 
 from planner.ir.problem import Problem
-from planner.solving.dominated_values import passing_values
 from planner.solving.milp import Answer, Relaxation, may_beat
+from planner.solving.presolve import dominated_values
 from planner.solving.step_cut import Cut, Model
 
 _WHOLE = 1e-5
@@ -99,7 +99,7 @@ class Branching:
 
     def __init__(self, problem: Problem, cuts: Sequence[Cut], model: Model) -> None:
         graph = problem.graph
-        self.passing = passing_values(graph)
+        self.dominated = dominated_values(graph)
         """What may have passed where there were fewer cuts."""
         self.cuts, self.model = cuts, model
         self.ends: list[Cut | None] = [*cuts[1:], None]
@@ -139,8 +139,8 @@ class Branching:
         so no more than once need not. Where something is held in place of what it makes or reads, that depends on the
         cuts; so does the moment of a cut between two steps.
         """
-        runs = {operation for each in self.passing for operation in (each.maker, each.reader)}
-        values = {u for each in self.passing if each not in self.model.passing for u in each.results}
+        runs = {operation for each in self.dominated for operation in (each.maker, each.reader)}
+        values = {u for each in self.dominated if each not in self.model.dominated for u in each.results}
         found: Limits = {}
         for question, (low, high) in limits.items():
             if any(cut is not None and cut.again for cut in (question.cut, question.since)):

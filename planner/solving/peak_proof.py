@@ -11,8 +11,9 @@ whatever a plan does for all of them it may do for some. So a set can stand for 
 
 - A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
 - Two of the values alone may need more than the peak so far; then so do all.
-- One of them may leave no room for making the others again: then what those are made of waited while it was made; see
-  :mod:`planner.solving.live_bytes_cut`.
+- One of them may leave no room for making the others again: then what those are made of was live while it was made, on
+  each way from the operations that find no room beside it to the set at least one value. The least that such values
+  come to is a minimum cut (Ford and Fulkerson, "Maximal flow through a network", Canadian Journal of Math. 8, 1956).
 - What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
@@ -21,12 +22,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, combinations, islice
 
+import networkx as nx
+from networkx.algorithms.flow import dinitz
+
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.live_bytes_cut import Behind, behind, least_cut
 from planner.solving.recompute_search import Making, members, set_of
 
 _FOLLOWED, _PLAIN_LOOKS = 12, 1500
@@ -52,6 +56,10 @@ _SMALL = 1e-3
 Live = frozenset[int]
 
 _NOTHING: Live = frozenset()
+
+_SOURCE, _SINK = "what is wanted", "what cannot run"
+_BEFORE, _AFTER = False, True
+"""The two nodes of a value: a way that passes it goes from the one to the other."""
 
 
 class _Care(IntEnum):
@@ -428,3 +436,51 @@ class Births:
 
     def _large(self, values: Sequence[int]) -> Live:
         return frozenset(u for u in values if self.sizes[u] > self.least_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What cannot run any more, and what cannot be made without it."""
+
+    operations: Set[int]
+    values: Set[int]
+
+
+def behind(graph: TrainingGraph, operations: Set[int]) -> Behind:
+    """Return what depends on operations. O(operations + reads)."""
+    values = set[int]()
+    for index, operation in enumerate(graph.operations):
+        if index in operations or not values.isdisjoint(operation.inputs):
+            values.update(operation.outputs)
+    return Behind(operations, values)
+
+
+def least_cut(
+    graph: TrainingGraph, size_bytes: Sequence[int], free: Set[int], wanted: Collection[int], behind: Behind
+) -> tuple[int, int]:
+    """Return the least bytes of values without which nothing ``wanted`` depends on the operations; and the work.
+
+    Values that are ``free``, or of no size, cost nothing. The work is how many values there are on the ways: a flow
+    among them takes no more than their square times what they read (Dinitz, "Algorithm for solution of a problem of
+    maximum flow in networks with power estimation", Soviet Mathematics Doklady 11, 1970), and mostly about as long as
+    to walk over them a few times.
+    """
+    network = nx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
+    left = [u for u in wanted if u in behind.values and u not in free]
+    seen = set(left)
+    network.add_edges_from((_SOURCE, (u, _BEFORE)) for u in left)
+    while left:
+        value = left.pop()
+        maker = graph.producer[value]
+        network.add_edge((value, _BEFORE), (value, _AFTER), capacity=size_bytes[value])
+        if maker in behind.operations:
+            network.add_edge((value, _AFTER), _SINK)
+            continue
+        for u in graph.operations[maker].inputs:
+            if u in behind.values and u not in free:
+                network.add_edge((value, _AFTER), (u, _BEFORE))
+                if u not in seen:
+                    seen.add(u)
+                    left.append(u)
+    return nx.minimum_cut_value(network, _SOURCE, _SINK, flow_func=dinitz), len(seen)

@@ -51,7 +51,7 @@ ONLY_IN = {
     "networkx": (
         "planner.transforms.chunk_region",
         "planner.capture.dispatch_internals",
-        "planner.solving.live_bytes_cut",
+        "planner.solving.peak_proof",
     ),
     "rich": (
         "planner.report",

@@ -39,9 +39,8 @@ from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
-from planner.solving.modules.ilp import Chooser, rivals
+from planner.solving.modules.ilp import Chooser, cheapest, rivals, variants_of
 from planner.solving.modules.peaks import Need, Needs
-from planner.solving.modules.variants import cheapest, variants_of
 from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, step, train, wrap_and_hold
 

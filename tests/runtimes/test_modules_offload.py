@@ -34,15 +34,16 @@ from planner.report import render
 from planner.rewrite import host_copies
 from planner.runtimes._hooks import Waiting
 from planner.solvers import checkpoints
+from planner.solving.modules.ilp import keeping
 from planner.solving.modules.offload import (
     cheapest_with_offload,
+    moved,
     offloading_variants,
     sending,
     sending_given,
+    widened,
 )
 from planner.solving.modules.peaks import Needs
-from planner.solving.modules.transfer_windows import moved, widened
-from planner.solving.modules.variants import keeping
 from tests.models import SEQUENCES, Convolutions, Transformer, images, rows
 from tests.runtimes.steps import wrap_and_hold
 from tests.runtimes.test_modules import Stack, check_needs, choices

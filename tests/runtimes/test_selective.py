@@ -24,7 +24,7 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.plans.plan import Plan
 from planner.report import render
 from planner.runtimes.modules import contexts
-from planner.solving.modules.variants import keeping, variant_named, variants_of
+from planner.solving.modules.ilp import keeping, variant_named, variants_of
 from tests.example_graphs import Builder
 from tests.models import SEQUENCES, Transformer
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from planner.ir.problem import Problem
-from planner.solving.budget_rows import BudgetRows, Rounding
+from planner.solving.cutting_planes import BudgetRows, Rounding
 from planner.solving.milp import minimise
 from planner.solving.step_cut import Cut, Model, Room, build
 from tests.oracle import resnet_like

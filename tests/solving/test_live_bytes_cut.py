@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.graph import Phase, TrainingGraph
-from planner.solving.live_bytes_cut import behind, least_cut
 from planner.solving.peak_bounds import first_run_bytes, proven_peak
-from planner.solving.peak_proof import Births
+from planner.solving.peak_proof import Births, behind, least_cut
 from tests.example_graphs import Builder
 from tests.oracle import lowest, random_graph
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from planner.errors import ScheduleError
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.solving.budget_rows import BudgetRows
+from planner.solving.cutting_planes import BudgetRows, PathRows
 from planner.solving.milp import Relaxation
-from planner.solving.path_rows import PathRows
 from planner.solving.repair import without_useless
 from planner.solving.step_cut import Cut, Model, build, needed_after
 from tests.oracle import random_graph

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving.repeats import Repeats, Stretch, stretches
 from planner.solving.rerun_set import SLOTS, RerunSet
-from planner.solving.solution_pool import Member, Population
+from planner.solving.solution_pool import Member, Population, Repeats, Stretch, stretches
 from tests.solvers.test_search import needs_numba
 
 pytest.importorskip("numpy")

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
 from planner.solving.branch_and_bound import Branching, Gains, Node, Tree
-from planner.solving.budget_rows import BudgetRows
+from planner.solving.cutting_planes import BudgetRows, PathRows
 from planner.solving.milp import Relaxation, minimise
-from planner.solving.path_rows import PathRows
 from planner.solving.step_cut import Cut, Model, build
 from tests.oracle import cheapest, random_graph
 
