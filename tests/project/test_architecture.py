@@ -115,7 +115,7 @@ def test_torch_free_rooms_are_under_the_contract():
 
 
 def test_nothing_imports_the_command_line():
-    assert _violations(lambda name: {i for i in _imports(name) if _package(i) in ("cli", "tests")}) == {}
+    assert _violations(lambda name: {i for i in imports(name) if _package(i) in ("cli", "tests")}) == {}
 
 
 def test_importing_the_core_imports_no_torch():
@@ -138,14 +138,14 @@ def test_importing_draws_nothing_from_the_random_state():
 def test_libraries_stay_where_they_belong():
     def wrong(name: str) -> set[str]:
         elsewhere = {library for library, homes in ONLY_IN.items() if not _within(name, *homes)}
-        return {i for i in _imports(name) if _package(i) in elsewhere}
+        return {i for i in imports(name) if _package(i) in elsewhere}
 
     assert _violations(wrong) == {}
 
 
 def test_private_modules_of_torch_are_imported_in_one_place_only():
     def wrong(name: str) -> set[str]:
-        torch = {i for i in _imports(name) if _package(i) == "torch" and "._" in i}
+        torch = {i for i in imports(name) if _package(i) == "torch" and "._" in i}
         return {i for i in torch if not _within(i, *DOCUMENTED_DESPITE_THE_UNDERSCORE)}
 
     assert _violations(wrong, set(MODULES) - PRIVATE_TORCH) == {}
@@ -179,7 +179,7 @@ def test_what_is_installed_is_what_is_imported():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     declared = {line.split(">=")[0] for line in config["options"]["install_requires"].split()}
-    imported = {package for name in MODULES for package in map(_package, _imports(name))}
+    imported = {package for name in MODULES for package in map(_package, imports(name))}
     imported -= {"planner", "cost_models", "cli", *sys.stdlib_module_names}
     for extra, package in (("plot", "matplotlib"), ("completion", "shtab")):
         assert config["options.extras_require"][extra].split(">=")[0].strip() == package
@@ -199,7 +199,7 @@ def _tree(name: str) -> ast.Module:
 
 
 @cache
-def _imports(name: str, *, run: bool = False) -> frozenset[str]:
+def imports(name: str, *, run: bool = False) -> frozenset[str]:
     """Return the dotted names that a module imports anywhere in its code; with ``run`` only those that are run."""
     tree = _tree(name)
     skipped = set(_only_for_types(tree)) if run else set()
