@@ -1,0 +1,76 @@
+"""A policy decides single operations: plans follow it, and are the cheapest and the bound of those that do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import solvers
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.ir.host import Host
+from planner.ir.policy import Decisions, backward_begins, decide, held_against, read_by_backward, run_once
+from planner.ir.problem import Problem, confirm
+from planner.plans.policy_reduction import PolicyReduction, solved_by_policy
+from tests import oracle
+
+HOST = Host(bytes_per_second=1.0, budget_bytes=10**6, least_bytes=1)
+
+
+def decided(seed: int, *choices: str, share: float) -> Problem:
+    """Make a small problem in which about half of what the backward reads is decided."""
+    graph, costs = oracle.random_graph(seed, operations=8, plain=True)
+    turn = backward_begins(graph)
+    made = [index for index in range(turn) if read_by_backward(graph, index)]
+    decisions = {choice: frozenset(made[place :: 2 * len(choices)]) for place, choice in enumerate(choices)}
+    problem = Problem(graph=run_once(graph, Decisions(**decisions)), costs=costs, budget_bytes=0, host=HOST)
+    problem = replace(problem, decisions=Decisions(**decisions))
+    return replace(problem, budget_bytes=round(share * problem.baseline.peak_bytes))
+
+
+def solve(problem: Problem):
+    return solvers.solve(problem, "ilp", deterministic=True, time_limit_seconds=5.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.7, 0.85, 1.0]))
+def test_nothing_decided_is_held_and_the_bound_is_below_every_plan(seed, share):
+    problem = replace(decided(seed, "recompute", share=share), host=None)
+    reduction = PolicyReduction(problem)
+    optimum = oracle.cheapest(reduction.problem)
+    try:
+        found = solved_by_policy(problem, solve)
+    except InfeasibleBudgetError:
+        assert optimum is None or held_against(
+            problem.graph, problem.decisions, reduction.invert(solve(reduction.problem)).schedule
+        )
+        return
+    confirm(problem, found)
+    assert not held_against(problem.graph, problem.decisions, found.schedule)
+    assert optimum is not None
+    assert found.lower_bound_seconds <= optimum[0] + reduction.added_seconds + 1e-9
+    assert found.added_seconds >= optimum[0] + reduction.added_seconds - 1e-9 or not problem.decisions.recompute
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.7, 0.85, 1.0]))
+def test_what_is_offloaded_leaves_before_the_backward_and_returns_once(seed, share):
+    problem = decided(seed, "offload", "recompute", "save", share=share)
+    try:
+        found = solved_by_policy(problem, solve)
+    except InfeasibleBudgetError:
+        return
+    confirm(problem, found)
+    offloaded = {u for index in problem.decisions.offload for u in read_by_backward(problem.graph, index)}
+    assert {offload.value for offload in found.schedule.offloads} == offloaded
+    assert all(found.schedule.order.count(index) == 1 for index in problem.decisions.save | problem.decisions.offload)
+
+
+def test_answers_that_are_none_and_offload_without_a_host_are_refused():
+    graph, _ = oracle.random_graph(1, plain=True)
+    with pytest.raises(UsageError, match="answer 'save', 'recompute', 'offload' or None"):
+        decide(graph, lambda operation: "keep", can_offload=False)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UsageError, match="give offload=True"):
+        decide(graph, lambda operation: "offload", can_offload=False)
