@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from planner.common.limits import Progress as Progress
@@ -27,7 +27,7 @@ class Problem:
     """Where values may be offloaded to; without it none may."""
     regions: tuple[Region, ...] | None = None
     """Calls of modules that can be checkpointed, where nothing else can be recomputed or offloaded."""
-    decisions: Decisions = Decisions()
+    decisions: Decisions = field(default_factory=Decisions)
     """What a policy decided; see :mod:`planner.ir.policy`."""
 
     def __post_init__(self) -> None:
