@@ -106,6 +106,26 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n.removeprefix("module."): full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether there are the same gradients, bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def reported(plan: Plan, found: Any, expected: Any, peak_bytes: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return what a planned step came to, and what its plan says of it."""
+    return {
+        "equal": same(found, expected),
+        "peak_bytes": peak_bytes,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "recomputed": len(plan.recomputations),
+        "runtime": plan.runtime,
+        "plan": plan.to_json(),
+        **more,
+    }
+
+
 def live() -> dict[int, int]:
     """Return the bytes of every tensor that is there, each storage once."""
     gc.collect()
@@ -199,19 +219,9 @@ def train(rank: int, way: str) -> dict[str, Any]:
     planner.auto_wrap(model, x, plan=every_block_differently(planner.plan_of(model)), runtime="regional")
     plan = planner.plan_of(model)
     peak, running = peak_of(lambda: distributed(model, way), x, others)
-    found, expected = gradients(running), mean_of_single_processes()
-    equal = found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
-    result = {
-        "equal": equal,
-        "difference": max((found[n] - expected[n]).abs().max().item() for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "plan": plan.to_json(),
-        "first": first_gradient(running, x),
-        "eager_first": first_gradient(distributed(make(), way), x),
-    }
-    return result
+    result = reported(plan, gradients(running), mean_of_single_processes(), peak)
+    firsts = {"first": first_gradient(running, x), "eager_first": first_gradient(distributed(make(), way), x)}
+    return result | firsts
 
 
 def compiled_blocks(rank: int) -> dict[str, Any]:
@@ -232,15 +242,9 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
         block.compile()
     planner.auto_wrap(model, activation_budget="66%", time_limit_seconds=1.0, deterministic=True)
     peak, running = peak_of(lambda: distributed(model, way), x, others)
-    plan, found = planner.plan_of(model), gradients(running)
-    return {
-        "off": max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "recomputed": len(plan.recomputations),
-        "runtime": plan.runtime,
-    }
+    found = gradients(running)
+    off = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
+    return reported(planner.plan_of(model), found, expected, peak, off=off)
 
 
 def mixed_precision(rank: int) -> dict[str, Any]:
@@ -255,9 +259,7 @@ def mixed_precision(rank: int) -> dict[str, Any]:
         plan = planner.plan_of(model)
         found.append(gradients(running))
         peaks.append(peak)
-    equal = all(torch.equal(found[0][n], found[1][n]) for n in found[0])
-    recomputed = len(plan.recomputations)
-    return {"equal": equal, "peaks": peaks, "predicted_bytes": plan.peak_bytes, "recomputed": recomputed}
+    return reported(plan, *reversed(found), peaks[1], whole_bytes=peaks[0])
 
 
 def sharded_first(rank: int) -> dict[str, Any]:
@@ -307,18 +309,10 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> di
     peak, model = peak_of(wrapped, x, others)
     plan, plain = planner.plan_of(model), sharded()
     step(plain, x)
-    expected, found = gradients(plain), gradients(model)
-    result = {
-        "equal": all(torch.equal(found[n], expected[n]) for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "runtime": plan.runtime,
-    }
+    result = reported(plan, gradients(model), gradients(plain), peak)
     larger = torch.cat([x, x])
     step(model, larger), step(plain, larger)
-    expected, found = gradients(plain), gradients(model)
-    return result | {"larger_equal": all(torch.equal(found[n], expected[n]) for n in expected)}
+    return result | {"larger_equal": same(gradients(model), gradients(plain))}
 
 
 def refused(function: Callable[[], Any]) -> dict[str, Any]:
@@ -381,12 +375,8 @@ def last_batch(rank: int) -> dict[str, Any]:
     plan, running = planner.plan_of(model), distributed(model, "fsdp2")
     step(running, x)
     step(running, x[:100])
-    found, expected = gradients(running), mean_of_single_processes(100)
-    result = {
-        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
-        "recomputed": len(plan.recomputations),
-        "same_plan": planner.plan_of(model) == plan,
-    }
+    is_same = planner.plan_of(model) == plan
+    result = reported(plan, gradients(running), mean_of_single_processes(100), same_plan=is_same)
     step(running, torch.cat([x, x]))
     return result | {"larger_rows": 2 * ROWS, "planned_for": planner.plan_of(model).fingerprint["inputs"]}
 
@@ -418,8 +408,7 @@ def saved(rank: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(*again)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         set_state_dict(*again, model_state_dict=model, optim_state_dict=optimizer)
-        found = trained(*again)
-        equal.append(found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected))
+        equal.append(same(trained(*again), expected))
     return {"equal": equal, "recomputed": len(planner.plan_of(planned[0]).recomputations)}
 
 
@@ -446,28 +435,24 @@ def shardings(rank: int) -> dict[str, Any]:
         if name == "prefetched":
             model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
         model.set_requires_gradient_sync(name != "unsent")
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            model(data(rank)).backward()
+        said = warnings_of(lambda model=model: model(data(rank)).backward())
         if name == "unsent":
             model.set_requires_gradient_sync(True)
             model(data(rank)).backward()
         times = 2 if name == "unsent" else 1
-        equal = all(torch.equal(gradient, times * expected[n]) for n, gradient in gradients(model).items())
-        found[name] = {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
-    found["hook"] = with_hook(rank, expected)
+        found[name] = {"equal": same(gradients(model), {n: times * one for n, one in expected.items()}), "said": said}
+    running: Any = DistributedDataParallel(wrap(make(), rank, "ddp"), init_sync=False)
+    running.register_comm_hook(None, allreduce_hook)  # which sends what DDP would
+    said = warnings_of(lambda: running(data(rank)).backward())
+    found["hook"] = {"equal": same(gradients(running), expected), "said": said}
     return found
 
 
-def with_hook(rank: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Let a hook send what DDP would."""
-    running: Any = DistributedDataParallel(wrap(make(), rank, "ddp"), init_sync=False)
-    running.register_comm_hook(None, allreduce_hook)
+def warnings_of(run: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        running(data(rank)).backward()
-    equal = all(torch.equal(gradient, expected[n]) for n, gradient in gradients(running).items())
-    return {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
+        run()
+    return [str(one.message) for one in said if one.category is UserWarning]
 
 
 def micro_batches(rank: int) -> dict[str, Any]:
@@ -602,8 +587,7 @@ def by_micro_batches(
             if is_ddp and (number == 2 or not waits):
                 buckets = {g.untyped_storage().data_ptr() for g in held_gradients(model) if g._base is not None}
         cycles += 1
-    sums = gradients(running)
-    equal = sums.keys() == expected.keys() and all(torch.equal(sums[n], expected[n]) for n in expected)
+    equal = same(gradients(running), expected)
     return [{**one, "equal": equal} for one in found]
 
 
@@ -627,23 +611,8 @@ def parallel(model: Model) -> Model:
 
 def tensor_parallel(_rank: int) -> dict[str, Any]:
     """Plan a parallel model at its first step, and hold it against the same without a plan."""
-    alone = parallel(make())
-    step(alone, data(0))
-    expected = gradients(alone)
-    others = live()
-    x = data(0)
-    model = planner.auto_wrap(parallel(make()), activation_budget="75%", time_limit_seconds=1.0)
-    peak, running = peak_of(lambda: model, x, others)
-    plan, found = planner.plan_of(model), gradients(running)
-    graph = refused(lambda: step(planner.auto_wrap(parallel(make()), budget="75%", runtime="graph"), x))
-    return {
-        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "plan": plan.to_json(),
-        "refused": graph,
-    }
+    graph = refused(lambda: step(planner.auto_wrap(parallel(make()), budget="75%", runtime="graph"), data(0)))
+    return beside_plain(lambda: parallel(make()), data(0), ROWS) | {"refused": graph}
 
 
 def two_meshes(_rank: int) -> dict[str, Any]:
@@ -686,19 +655,9 @@ def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor, last_rows: int)
     others.pop(x.untyped_storage().data_ptr())
     peak, running = peak_of(lambda: planner.auto_wrap(made(), **QUICK), x, others)
     step(alone, x)
-    plan, found, expected = planner.plan_of(running), gradients(running), gradients(alone)
+    result = reported(planner.plan_of(running), gradients(running), gradients(alone), peak)
     step(running, x[:last_rows]), step(alone, x[:last_rows])
-    last, expected_last = gradients(running), gradients(alone)
-    return {
-        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
-        "last_equal": all(torch.equal(last[n], expected_last[n]) for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "runtime": plan.runtime,
-        "plan": plan.to_json(),
-    }
+    return result | {"last_equal": same(gradients(running), gradients(alone))}
 
 
 def divided_experts(rank: int) -> dict[str, Any]:
@@ -714,17 +673,12 @@ def divided_experts(rank: int) -> dict[str, Any]:
         equal = []
         for seed in (rank, 2 + rank, 4 + rank, 6 + rank):
             step(running, exchanging.tokens(seed)), step(alone, exchanging.tokens(seed))
-            found, expected = gradients(running), gradients(alone)
-            equal.append(all(torch.equal(found[name], expected[name]) for name in expected))
+            equal.append(same(gradients(running), gradients(alone)))
     tight = exchanging.with_divided_experts(mesh)
     budget = {**QUICK, "activation_budget": "1%" if rank else "75%"}
-    return {
-        "equal": equal,
+    return reported(plan, {}, {}, peak) | {
+        "equal": all(equal),
         "modules": modules_of(plan),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "budget_bytes": plan.budget_bytes,
         "said": [str(one.message) for one in said],
         "tight": refused(lambda: step(planner.auto_wrap(tight, **budget), x)),
     }
@@ -739,18 +693,11 @@ def divided_sequence(rank: int) -> dict[str, Any]:
         others.pop(x.untyped_storage().data_ptr())
         step(alone, x)
         peak, running = peak_of(lambda: planner.auto_wrap(made(), runtime=runtime, **QUICK), x, others)
-        plan, own, expected = planner.plan_of(running), gradients(running), gradients(alone)
+        plan = planner.plan_of(running)
         again = [key for keys in plan.recomputations.values() for key in keys]
-        return {
-            "equal": all(torch.equal(own[name], expected[name]) for name in expected),
-            "recomputed": len(again),
-            "exchanges": [key for key in again if "all_to_all" in key or "c10d" in key],
-            "modules": modules_of(plan) if runtime == "modules" else (),
-            "peak_bytes": peak,
-            "predicted_bytes": plan.peak_bytes,
-            "baseline_bytes": plan.baseline_peak_bytes,
-            "budget_bytes": plan.budget_bytes,
-        }
+        exchanges = [key for key in again if "all_to_all" in key or "c10d" in key]
+        modules = modules_of(plan) if runtime == "modules" else ()
+        return reported(plan, gradients(running), gradients(alone), peak, exchanges=exchanges, modules=modules)
 
     own = exchanging.Exchange.apply
     return {
