@@ -57,8 +57,22 @@ class Outcome:
     recomputing: int = 0
 
 
-def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
+def attempted(
+    outcome: Outcome, source_text: str, failures: Callable[[Callable[[], Any]], Iterator[Failure]]
+) -> Outcome:
     """Try one model: a refusal by an error of ours is an outcome, everything else that raises a failure."""
+    torch._dynamo.reset()
+    try:
+        outcome.failures += failures(source.load(text, f"fuzz_{outcome.seed}"))
+    except PlannerError as error:
+        outcome.refusal = f"{type(error).__name__}: {error}"
+    except Exception:
+        outcome.failures.append(Failure("crash", traceback.format_exc(limit=-4)))
+    return outcome
+
+
+def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
+    """Hold one model to every promise."""
     chosen = tuple(range(source.count(seed))) if blocks is None else tuple(blocks)
     rng = random.Random(f"budgets {seed}")
     text = source.write(seed, chosen)
@@ -66,16 +80,7 @@ def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
     if "checkpoint(" in text:
         runtime = "graph"  # under the other, the model's own checkpointing must be off
     outcome = Outcome(seed, runtime, chosen)
-    torch._dynamo.reset()
-    make = source.load(text, f"fuzz_{seed}")
-    try:
-        for failure in _Trial(make, rng, outcome).failures():
-            outcome.failures.append(failure)
-    except PlannerError as error:
-        outcome.refusal = f"{type(error).__name__}: {error}"
-    except Exception:
-        outcome.failures.append(Failure("crash", traceback.format_exc(limit=-4)))
-    return outcome
+    return attempted(outcome, text, lambda make: _Trial(make, rng, outcome).failures())
 
 
 class _Trial:

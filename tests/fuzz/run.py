@@ -16,6 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from typing import Any
 
+from tests.fuzz import source
+
 MODELS_PER_PROCESS = 250
 """Dynamo keeps what it compiled: a process makes room after so many."""
 
@@ -33,8 +35,6 @@ def main() -> int:
     chosen = parser.parse_args()
     seeds = range(chosen.seed, chosen.seed + chosen.models)
     if chosen.show:
-        from tests.fuzz import source
-
         for seed in seeds:
             print(f"# seed {seed}\n{source.write(seed)}")
         return 0
@@ -68,20 +68,24 @@ def _checked(seeds: Iterable[int], jobs: int, until: float, what: str) -> Iterat
                 return
             except BrokenProcessPool:
                 pass
-        yield _alone(left.pop(0), until, what)
+        seed = left.pop(0)
+        with _processes(1) as pool:
+            try:
+                alone = pool.submit(_check, seed, until, what).result()
+            except BrokenProcessPool as error:
+                from tests.fuzz.check import Failure, Outcome
 
-
-def _alone(seed: int, until: float, what: str) -> tuple[dict[str, Any], str]:
-    with _processes(1) as pool:
-        try:
-            return pool.submit(_check, seed, until, what).result()
-        except BrokenProcessPool as error:
-            from tests.fuzz import source
-            from tests.fuzz.check import Failure, Outcome
-
-            failure = Failure("process died", str(error))
-            outcome = Outcome(seed, "", tuple(range(source.count(seed))), [failure])
-            return dataclasses.asdict(outcome), f"\nseed {seed}: its process died\n{source.write(seed)}"
+                failure = {"kind": "process died", "detail": str(error)}
+                outcome = {
+                    "seed": seed,
+                    "failures": [failure],
+                    "refusal": "",
+                    "plans": 0,
+                    "recomputing": 0,
+                    "invalid": "",
+                }
+                alone = outcome, f"\nseed {seed}: its process died\n{source.write(seed)}"
+        yield alone
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
@@ -97,7 +101,6 @@ def _check(seed: int, until: float, what: str) -> tuple[dict[str, Any], str]:
 
     import torch
 
-    from tests.fuzz import source
     from tests.fuzz.check import smaller
 
     check = import_module(f"tests.fuzz.{what}").check
@@ -110,9 +113,8 @@ def _check(seed: int, until: float, what: str) -> tuple[dict[str, Any], str]:
     least = smaller(outcome, check) if any(f.kind != "peak below prediction" for f in outcome.failures) else outcome
     lines = [f"seed {seed}, blocks {least.blocks} of {outcome.blocks}, runtime {least.runtime}"]
     lines += [f"{failure.kind}: {failure.detail}" for failure in least.failures]
-    return dataclasses.asdict(least), "\n".join(
-        ["", *lines, source.write(seed, least.blocks, any_batch=what == "sizes")]
-    )
+    text = source.write(seed, least.blocks, any_batch=what == "sizes")
+    return dataclasses.asdict(least), "\n".join(["", *lines, text])
 
 
 def _summary(outcomes: list[dict[str, Any]], first: int, seconds: float) -> dict[str, Any]:

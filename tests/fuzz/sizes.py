@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
-
-import torch
 
 import planner
 from planner.analysis.study import Study
@@ -17,7 +14,6 @@ from planner.capture.inputs import Inputs, run_backward
 from planner.capture.joint import JointGraph
 from planner.capture.symbolic import Sizes
 from planner.capture.trees import tensors_in
-from planner.errors import PlannerError
 from planner.session import sizes as by_size
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
@@ -26,7 +22,7 @@ from planner.session.step import LoweredStep, Options
 from planner.session.studying import studies_by_size
 from planner.solving.peak_bounds import proven_lowest
 from tests.fuzz import source
-from tests.fuzz.check import Failure, Outcome
+from tests.fuzz.check import Failure, Outcome, attempted
 
 BATCHES = (6, 4, 2, 5, 9)
 """The first is captured; the second confirms the formula that the runtime goes on with; the third is the least."""
@@ -36,16 +32,7 @@ def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
     """Try one model; one that has another program for each size, or none, is refused."""
     chosen = tuple(range(source.count(seed))) if blocks is None else tuple(blocks)
     outcome = Outcome(seed, "graph", chosen)
-    torch._dynamo.reset()
-    make = source.load(source.write(seed, chosen, any_batch=True), f"fuzz_{seed}")
-    try:
-        for failure in _failures(make, outcome):
-            outcome.failures.append(failure)
-    except PlannerError as error:
-        outcome.refusal = f"{type(error).__name__}: {error}"
-    except Exception:
-        outcome.failures.append(Failure("crash", traceback.format_exc(limit=-4)))
-    return outcome
+    return attempted(outcome, source.write(seed, chosen, any_batch=True), lambda make: _failures(make, outcome))
 
 
 def _failures(make: Callable[[], Any], outcome: Outcome) -> Iterator[Failure]:

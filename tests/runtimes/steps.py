@@ -11,6 +11,7 @@ from torch import nn
 import planner
 from planner.capture.inputs import LossFunction
 from planner.capture.memory import Recording, record
+from planner.diagnose.verification import bitwise_equal
 from planner.plans.plan import Plan
 from planner.rewrite import host_copies
 
@@ -42,9 +43,9 @@ def assert_same(expected: Left, found: Left, tolerance: float = 0.0) -> None:
     for name, value in expected.items():
         other = found[name]
         assert (value is None) == (other is None), name
-        if value is not None and other is not None and not torch.equal(value, other):
+        if value is not None and other is not None and not bitwise_equal(value, other):
             off = float((value.double() - other.double()).norm() / value.double().norm())
-            assert 0 < off <= tolerance, f"{name} is off by {off}"
+            assert tolerance and off <= tolerance, f"{name} is off by {off}"
 
 
 def wrap_and_hold(

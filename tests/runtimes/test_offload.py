@@ -45,7 +45,8 @@ from tests.models import Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan
-from tests.runtimes.test_correctness import CASES, assert_same, one_step, run
+from tests.runtimes.steps import assert_same
+from tests.runtimes.test_correctness import CASES, one_step, run
 from tests.tiers import tiered
 
 LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
