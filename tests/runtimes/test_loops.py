@@ -265,25 +265,6 @@ def test_a_model_with_a_training_step_is_told_to_wrap_what_that_calls() -> None:
         planner.auto_wrap(Called(), budget="1GiB")
 
 
-class Batch:
-    """What a library for graphs passes about: a tensor is in it somewhere."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-class TakesBatch(Stack):
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return super().forward(batch.x)
-
-
-@pytest.mark.parametrize("runtime", ["graph", "modules"])
-def test_objects_are_inputs(runtime: str) -> None:
-    model, batch = TakesBatch(3), Batch(rows())
-    assert planner.plan(model, batch, activation_budget="80%", runtime=runtime).overhead > 0
-    wrap_and_hold(model, (batch,), activation_budget="80%", runtime=runtime)
-
-
 class Pair(nn.Module):
     """Two stacks beside each other."""
 

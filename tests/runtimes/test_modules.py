@@ -42,7 +42,7 @@ from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, rivals, variants_of
 from planner.solving.modules.peaks import Need, Needs
 from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, step, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, hold_peak, step, train
 
 
 class Mlp(nn.Module):
@@ -152,12 +152,6 @@ def bytes_with(need: Need, chosen: Collection[int]) -> int:
         if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
             there += size
     return there
-
-
-def test_what_no_backward_reads_is_let_go_of_at_no_cost() -> None:
-    plan = wrap_and_hold(Detached(), (rows(512),), activation_budget="60%", runtime="modules")
-    assert plan.overhead == 0
-    assert modules_of(plan)
 
 
 def test_errors_say_of_what_a_smallest_budget_is_proven() -> None:
