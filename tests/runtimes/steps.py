@@ -48,6 +48,18 @@ def assert_same(expected: Left, found: Left, tolerance: float = 0.0) -> None:
             assert tolerance and off <= tolerance, f"{name} is off by {off}"
 
 
+def assert_gradients(plain: nn.Module, wrapped: nn.Module) -> None:
+    """Compare every bit of the gradients that two models hold."""
+    assert_same(*({name: p.grad for name, p in model.named_parameters()} for model in (plain, wrapped)))
+
+
+def beside(model: nn.Module, *example: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Return a model without a plan, and the same wrapped."""
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, *example, **options)
+    return plain, model
+
+
 def wrap_and_hold(
     model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, rounded: bool = False, **options: Any
 ) -> Plan:

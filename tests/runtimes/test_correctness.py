@@ -18,7 +18,7 @@ from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import graph as graph_runtime
 from tests.models import Stack, perceptron
-from tests.runtimes.steps import Left, assert_same, wrap_and_hold
+from tests.runtimes.steps import Left, assert_same, beside, wrap_and_hold
 from tests.tiers import tiered
 
 WIDTH, ROWS = 64, 256
@@ -398,8 +398,7 @@ def test_outputs_that_are_computed_alike_stay_apart() -> None:
 
 def test_an_output_beside_the_loss_still_has_its_gradient() -> None:
     torch.manual_seed(5)
-    eager = TwoHeads(scalar=True)
-    wrapped = planner.auto_wrap(copy.deepcopy(eager), activation_budget="60%", time_limit_seconds=1.0)
+    eager, wrapped = beside(TwoHeads(scalar=True), activation_budget="60%", time_limit_seconds=1.0)
 
     def step(model: nn.Module) -> list[torch.Tensor]:
         outputs = model(data())
@@ -477,8 +476,9 @@ def test_views_that_show_what_is_there_are_not_made(monkeypatch: pytest.MonkeyPa
         result.backward()
         return [result]
 
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%")
+    plain, wrapped = beside(
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), activation_budget="100%"
+    )
     assert_same(run(plain, step), run(wrapped, step))
     ((_, backward),) = halves
     detached, transposed = torch.ops.aten.detach.default, torch.ops.aten.t.default

@@ -22,7 +22,7 @@ from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import inductor_blocks
 from planner.runtimes.regional import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Stack, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, train
+from tests.runtimes.steps import assert_same, beside, hold_peak, train
 from tests.tiers import tiered
 
 ASK: dict[str, Any] = {"runtime": "inductor_blocks", "time_limit_seconds": 1.0, "deterministic": True}
@@ -100,9 +100,7 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
 @pytest.mark.parametrize("budget", tiered(["100%", "75%", "60%"], quick=["60%"]))  # a C++ compiler is called
 def test_a_step_holds_what_is_said_and_has_the_gradients_of_eager(budget: str) -> None:
     torch.manual_seed(0)
-    plain = Transformer(4)
-    model = copy.deepcopy(plain)
-    planner.auto_wrap(model, batch(), activation_budget=budget, **ASK)
+    plain, model = beside(Transformer(4), batch(), activation_budget=budget, **ASK)
     assert budget == "100%" or planner.plan_of(model).overhead > 0.02
     for _ in range(2):
         assert_same(train(plain, batch()), train(model, batch()), 1e-5)  # dropout draws what it draws in eager

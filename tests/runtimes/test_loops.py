@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 import planner
 from planner.errors import UsageError
 from tests.models import WIDTH, Stack, perceptron, rows
-from tests.runtimes.steps import assert_same, step, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
 
 
 def build() -> Stack:
@@ -237,8 +237,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str) -> None:
-    plain = Stack(2)
-    model = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime=runtime)
+    plain, model = beside(Stack(2), activation_budget="100%", runtime=runtime)
     expected, found = (TRANSFORMS[transform](one, rows()) for one in (plain, model))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

@@ -42,7 +42,7 @@ from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, rivals, variants_of
 from planner.solving.modules.peaks import Need, Needs
 from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, step, train
+from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
 
 
 class Mlp(nn.Module):
@@ -273,9 +273,7 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
         gradient.square().sum().backward()
     assert seen
-    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert_gradients(plain, wrapped)
 
 
 @pytest.mark.parametrize("runtime", ["modules", pytest.param("auto", marks=pytest.mark.filterwarnings("ignore"))])
@@ -338,8 +336,7 @@ def replace_forward(block: Any) -> None:
 @pytest.mark.parametrize("change", [nn.Module.eval, freeze, drop_more, hook_outputs, replace_part, replace_forward])
 def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
     torch.manual_seed(0)
-    plain = Stack()
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), rows(), activation_budget="60%", runtime="modules")
+    plain, wrapped = beside(Stack(), rows(), activation_budget="60%", runtime="modules")
     chosen = modules_of(planner.plan_of(wrapped))
     assert chosen
     for model in (plain, wrapped):
@@ -350,9 +347,7 @@ def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
         changed = [dict(vars(part)) for part in model.blocks.modules()]
         loss.backward()
         assert [vars(part) for part in model.blocks.modules()] == changed
-    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert_gradients(plain, wrapped)
 
 
 class Growing(nn.Module):
@@ -386,14 +381,12 @@ def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it
             losses.append(mean_square(model(rows())))
         sum(losses).backward()
         assert [(block.calls, len(block.seen)) for block in model] == 4 * [(2, 3)]
-    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_gradients(plain, wrapped)
 
 
 def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() -> None:
     torch.manual_seed(0)
-    plain = Stack().eval()
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="60%", runtime="modules")
+    plain, wrapped = beside(Stack().eval(), activation_budget="60%", runtime="modules")
     for model in (plain, wrapped):
         trained = dict(model.named_parameters())
         for _ in range(2):  # the second step is of computed parameters
@@ -402,8 +395,7 @@ def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() 
             trained = {name: p - 0.1 * g for (name, p), g in zip(trained.items(), gradients, strict=True)}
         functional_call(model, trained, (rows(),)).backward()
     assert modules_of(planner.plan_of(wrapped))
-    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_gradients(plain, wrapped)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -45,9 +45,8 @@ from planner.solving.modules.offload import (
 )
 from planner.solving.modules.peaks import Needs
 from tests.models import SEQUENCES, Convolutions, Transformer, images, rows
-from tests.runtimes.steps import wrap_and_hold
+from tests.runtimes.steps import assert_gradients, beside, wrap_and_hold
 from tests.runtimes.test_modules import Stack, check_needs, choices
-from tests.runtimes.test_selective import gradients
 
 OPTIONS: Any = {"runtime": "modules", "offload": True, "offload_at_least": 1024, "time_limit_seconds": 1.5}
 
@@ -366,16 +365,14 @@ def test_nothing_is_left_after_steps_that_break_off() -> None:
 def test_two_steps_at_once_and_backwards_again(monkeypatch: pytest.MonkeyPatch) -> None:
     take(monkeypatch, MIXED, shift=1)
     torch.manual_seed(0)
-    plain = Transformer(4, dropout=0.0)
-    wrapped = copy.deepcopy(plain)
-    planner.auto_wrap(wrapped, SEQUENCES, activation_budget="97%", **OPTIONS)
+    plain, wrapped = beside(Transformer(4, dropout=0.0), SEQUENCES, activation_budget="97%", **OPTIONS)
     assert planner.plan_of(wrapped).offloading.modules and modules_of(planner.plan_of(wrapped))
     for model in (plain, wrapped):
         losses = [model(SEQUENCES), model(2 * SEQUENCES)]
         losses[0].backward(retain_graph=True)
         losses[1].backward()
         losses[0].backward()
-    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(wrapped), strict=True))
+    assert_gradients(plain, wrapped)
     assert host_copies.POOL.in_use_bytes == 0
 
 
@@ -390,8 +387,7 @@ def test_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (plain, wrapped):
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
         gradient.square().sum().backward()
-    for a, b in zip(gradients(plain), gradients(wrapped), strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert_gradients(plain, wrapped)
 
 
 # The hooks alone.

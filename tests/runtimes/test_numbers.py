@@ -15,7 +15,7 @@ import planner
 from planner.capture import programs
 from planner.runtimes import graph
 from tests.models import Stack, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, train
+from tests.runtimes.steps import assert_same, beside, hold_peak, train
 
 
 class Annealed(Stack):
@@ -62,9 +62,7 @@ def test_a_number_that_changes_costs_one_more_capture(is_argument: bool, caplog:
 
 def test_a_counter_that_the_forward_moves_is_captured_three_times_at_most(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    model = Counting(3)
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Counting(3), activation_budget="70%", time_limit_seconds=0.5)
     for _ in range(6):
         assert_same(train(plain, rows()), train(model, rows()))
         assert model.count == plain.count
@@ -101,9 +99,9 @@ def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest.WarningsRecorder) -> None:
     """A dropout's probability is one: annealed, or switched off for the last epochs."""
-    model = Stack(3, block=partial(perceptron, dropout=0.1))
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(
+        Stack(3, block=partial(perceptron, dropout=0.1)), activation_budget="70%", time_limit_seconds=0.5
+    )
     for probability in (0.1, 0.3, 0.5, 0.3, 0.0, 0.5):
         for trained in (plain, model):
             for part in trained.modules():
@@ -138,9 +136,7 @@ READ: dict[str, Callable[[torch.Tensor], int | float]] = {
 
 @pytest.mark.parametrize("kind", READ)
 def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str) -> None:
-    model = Reading(READ[kind])
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Reading(READ[kind]), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 1024, 512, 768, 1024):
         inputs = (rows(count),)
         assert_same(train(plain, inputs), train(model, inputs))
@@ -161,9 +157,7 @@ class Warming(Stack):
 
 
 def test_a_number_that_is_read_from_a_buffer_is_none_that_is_given() -> None:
-    model = Warming()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Warming(), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 1024, 512, 1024):
         assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
         assert planner.plan_of(model).runtime == "graph"
@@ -181,9 +175,7 @@ def test_a_number_that_is_only_checked_is_one_at_all_sizes(
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    model = Checking(3)
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Checking(3), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 512, 768):
         assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
     assert len(caplog.records) == 2

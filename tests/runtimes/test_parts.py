@@ -15,7 +15,7 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.errors import CaptureError, InfeasibleBudgetError
 from tests.models import looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
 
 WIDTH = 32
@@ -155,9 +155,7 @@ def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
 
 
 def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() -> None:
-    model = Selects()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    plain, model = beside(Selects(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
     first, other, third = (torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(3))
     with pytest.warns(UserWarning, match="depends on data"):
         assert_same(train(plain, first), train(model, first))
@@ -168,9 +166,7 @@ def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() ->
 
 
 def test_a_part_that_is_called_again_runs_as_it_is_and_people_are_told() -> None:
-    model = Twice()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    plain, model = beside(Twice(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
     x, again = rows(), rows()
     again[0, 0] = 6.0
     with pytest.warns(UserWarning, match="depends on data"):
@@ -196,9 +192,7 @@ class Rests(Looks):
 
 @pytest.mark.filterwarnings("ignore:what .* depends on data")
 def test_a_dropout_that_is_switched_on_outside_of_parts_is_said_and_planned() -> None:
-    plain = Rests()
-    model = copy.deepcopy(plain)
-    planner.auto_wrap(model, budget="100%", runtime="parts", time_limit_seconds=0.5)
+    plain, model = beside(Rests(), budget="100%", runtime="parts", time_limit_seconds=0.5)
     assert_same(train(plain, rows()), train(model, rows()))
     plain.rest.p = model.rest.p = 0.3
     with pytest.warns(UserWarning, match=r"rest\.p: more than planned"):

@@ -27,6 +27,7 @@ from planner.runtimes.modules import contexts
 from planner.solving.modules.ilp import keeping, variant_named, variants_of
 from tests.example_graphs import Builder
 from tests.models import SEQUENCES, Transformer
+from tests.runtimes.steps import assert_gradients, beside
 
 WIDTH = 64
 
@@ -155,9 +156,7 @@ def test_random_operations_that_are_all_kept_or_all_run_again_give_the_same_bits
 
 def test_double_backward_and_two_steps_under_one_autocast() -> None:
     torch.manual_seed(0)
-    plain = Transformer(dropout=0.0)
-    wrapped = copy.deepcopy(plain)
-    planner.auto_wrap(wrapped, SEQUENCES, activation_budget="70%", runtime="modules")
+    plain, wrapped = beside(Transformer(dropout=0.0), SEQUENCES, activation_budget="70%", runtime="modules")
     assert planner.plan_of(wrapped).kept
     for model in (plain, wrapped):
         with sdpa_kernel(SDPBackend.MATH):  # the other kernel has no second derivative
@@ -166,8 +165,7 @@ def test_double_backward_and_two_steps_under_one_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):  # the second finds the weights cast
             losses = [model(SEQUENCES), model(2 * SEQUENCES)]
         sum(losses).backward()
-    for a, b in zip(gradients(plain), gradients(wrapped), strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert_gradients(plain, wrapped)
 
 
 def test_the_plan_says_what_is_kept() -> None:

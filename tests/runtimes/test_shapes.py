@@ -25,7 +25,7 @@ from planner.runtimes import _sized
 from planner.runtimes._shapes import PlansBySize
 from planner.runtimes.graph import GraphRuntime
 from tests.models import WIDTH, Stack, mean_square, rows
-from tests.runtimes.steps import assert_same, train
+from tests.runtimes.steps import assert_gradients, assert_same, train
 
 
 class Weighted(Stack):
@@ -117,7 +117,7 @@ def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch
         one.backward()
     for _ in range(2):
         mean_square(plain(rows(200))).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_gradients(model, plain)
 
 
 def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
