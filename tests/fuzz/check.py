@@ -57,9 +57,7 @@ class Outcome:
     recomputing: int = 0
 
 
-def attempted(
-    outcome: Outcome, source_text: str, failures: Callable[[Callable[[], Any]], Iterator[Failure]]
-) -> Outcome:
+def attempted(outcome: Outcome, text: str, failures: Callable[[Callable[[], Any]], Iterator[Failure]]) -> Outcome:
     """Try one model: a refusal by an error of ours is an outcome, everything else that raises a failure."""
     torch._dynamo.reset()
     try:

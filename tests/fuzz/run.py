@@ -73,8 +73,6 @@ def _checked(seeds: Iterable[int], jobs: int, until: float, what: str) -> Iterat
             try:
                 alone = pool.submit(_check, seed, until, what).result()
             except BrokenProcessPool as error:
-                from tests.fuzz.check import Failure, Outcome
-
                 failure = {"kind": "process died", "detail": str(error)}
                 outcome = {
                     "seed": seed,

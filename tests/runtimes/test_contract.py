@@ -286,9 +286,9 @@ class Case:
     """Whether the training loop calls the model under autocast, and the backward outside of it."""
 
 
-def _case(way: str, build: Callable[[], nn.Module], x: Any, budget: str | None, **more: Any) -> Case:
+def _case(way: str, build: Callable[[], nn.Module], x: Any, share: str | None, **more: Any) -> Case:
     """Return a case of one of the ways to need less memory; more than that is of the case, or asked for."""
-    asked = {} if budget is None else {"activation_budget": budget}
+    asked = {} if share is None else {"activation_budget": share}
     ask, uses = WAYS[way]
     fields = {name: more.pop(name) for name in ("uses", "from_file", "under_autocast") if name in more}
     return Case(build=build, x=x, ask={**asked, **ask, **more}, **{"uses": uses, **fields})

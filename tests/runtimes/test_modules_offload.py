@@ -15,16 +15,11 @@ from torch import nn
 import planner
 from planner.analysis.trade_off.answers import MethodSweep
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.capture.eager.graph import lower_eager
-from planner.capture.eager.record import record
-from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
-from planner.ir.builder import StepContext
 from planner.ir.checkpoints import schedule_of
-from planner.ir.graph import OperationCost
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.simulator import simulate
@@ -43,10 +38,9 @@ from planner.solving.modules.offload import (
     sending_given,
     widened,
 )
-from planner.solving.modules.peaks import Needs
 from tests.models import SEQUENCES, Convolutions, Transformer, images, rows
 from tests.runtimes.steps import assert_gradients, beside, wrap_and_hold
-from tests.runtimes.test_modules import Stack, check_needs, choices
+from tests.runtimes.test_modules import Stack, choices, problem_of
 
 OPTIONS: Any = {"runtime": "modules", "offload": True, "offload_at_least": 1024, "time_limit_seconds": 1.5}
 
@@ -132,40 +126,13 @@ def test_every_way_is_as_predicted(
 # The choice.
 
 
-def problem_of(model: nn.Module, x: torch.Tensor, rate: float) -> tuple[Problem, tuple[Any, ...]]:
-    inputs = Inputs.of(x)
-    step = lower_eager(
-        record(model, inputs), model, inputs.tensors(), StepContext(alignment_bytes=64),
-        least_bytes=64,
-    )  # fmt: skip
-    graph = step.lowered.graph
-    costs = tuple(
-        OperationCost(seconds=1e-6 * (op.moved_bytes + op.flops), workspace_bytes=op.flops % 4096)
-        for op in graph.operations
-    )
-    host = Host(bytes_per_second=rate, budget_bytes=2**40, least_bytes=64)
-    return Problem(graph=graph, costs=costs, budget_bytes=0, host=host), step.regions
-
-
-@pytest.mark.parametrize("model", [Stack(2), Convolutions(), Transformer(2)])
-def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
-    x = (
-        images(2, size=8)
-        if isinstance(model, Convolutions)
-        else SEQUENCES
-        if isinstance(model, Transformer)
-        else rows()
-    )
-    problem, regions = problem_of(model, x, 1e6)
-    variants = offloading_variants(regions, problem.graph, problem.costs)
-    needs = Needs(problem.graph, problem.costs, variants)
-    for chosen in [c for c in choices(variants, at_most=2) if any(variants[r].sent for r in c)][:: len(variants)]:
-        check_needs(problem, variants, needs, chosen)
+def host_at(rate: float) -> Host:
+    return Host(bytes_per_second=rate, budget_bytes=2**40, least_bytes=64)
 
 
 @pytest.mark.parametrize("rate", [2e5, 2e6])
 def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
-    problem, regions = problem_of(Stack(2), rows(64), rate)
+    problem, regions = problem_of(Stack(2), rows(64), host_at(rate))
     variants = offloading_variants(regions, problem.graph, problem.costs)
     chosen = [[variants[r] for r in numbers] for numbers in choices(variants)]
     found = [problem.evaluate(schedule_of(problem.graph, taken)) for taken in chosen]
@@ -212,7 +179,7 @@ def test_budgets_that_no_checkpoint_keeps() -> None:
 
 
 def test_more_of_the_budget_buys_time_to_hide() -> None:
-    problem, regions = problem_of(Transformer(4), SEQUENCES, 2e6)
+    problem, regions = problem_of(Transformer(4), SEQUENCES, host_at(2e6))
     posed = replace(problem, budget_bytes=problem.baseline.peak_bytes * 6 // 10)
     found, again = (
         cheapest_with_offload(posed, regions, SolveLimits(time_limit_seconds=2, deterministic=True).clock())

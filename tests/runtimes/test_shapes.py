@@ -165,20 +165,6 @@ def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> N
     assert searches == [largest.baseline_peak_bytes]
 
 
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Count the programs that Dynamo captured, an entry each."""
-    made: list[object] = []
-    backend = capture.Backend.__call__
-
-    def counted(self: capture.Backend, *args: Any) -> Any:
-        made.append(self)
-        return backend(self, *args)
-
-    monkeypatch.setattr(capture.Backend, "__call__", counted)
-    return made
-
-
 def test_one_capture_serves_the_largest_size_and_all_others(captures: list[object], searches: list[int]) -> None:
     model = wrap(runtime="graph")
     for count in (200, 256, 210, 190):

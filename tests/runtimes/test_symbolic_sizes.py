@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import joint_capture, recurrent
+from planner.capture import recurrent
 from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
@@ -171,20 +171,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
     "column": (Critic, [(floats(rows, WIDTH),) for rows in (64, 48, 33, 57)]),
     "means": (Means, [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 15), (6, 22), (5, 27))]),
 }
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return what grows by one for each program that is captured."""
-    seen: list[int] = []
-    call = joint_capture.Backend.__call__
-
-    def spy(self: joint_capture.Backend, *arguments: object) -> object:
-        seen.append(1)
-        return call(self, *arguments)
-
-    monkeypatch.setattr(joint_capture.Backend, "__call__", spy)
-    return seen
 
 
 def wrapped(model: nn.Module) -> nn.Module:
