@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder(runs: Folders) -> Path:
     return runs("two")
 
