@@ -20,7 +20,6 @@ from planner.analysis.compatibility import (
     chunked_graph,
     graphs_runtime,
     offloading_runtime,
-    whole_graph,
 )
 from planner.capture.device import entered, of_model
 from planner.capture.fake_internals import is_fake
@@ -72,7 +71,6 @@ def plan(
     gradient_accumulation: bool = False,
     data_parallel: str = "none",
     ranks: int = 1,
-    tensor_parallel: int = 1,
     reserve: Size = 0,
     cuda_graphs: bool = False,
     offload: bool = False,
@@ -132,8 +130,6 @@ def plan(
         Whether gradients of earlier backwards count as resident.
     data_parallel, ranks : str, int
         ``"ddp"`` or ``"fsdp2"`` over so many devices: what each holds, with buffers for communication.
-    tensor_parallel : int
-        How many devices share each layer. The plan is for one of them, and cannot be run.
     reserve : int, float or str
         What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
     cuda_graphs : bool
@@ -199,11 +195,8 @@ def _settled(options: Options) -> Options:
     if options.search.progress is None:
         options = replace(options, search=replace(options.search, progress=tell))
     runtime, in_chunks = options.runtime, options.chunk != 1
-    several_devices = options.training.tensor_parallel > 1
-    if several_devices:
-        runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     if in_chunks:
-        runtime = chunked_graph(runtime, several_devices=several_devices or has_several_ranks())
+        runtime = chunked_graph(runtime, several_devices=has_several_ranks())
     runtime = graphs_runtime(offloading_runtime(runtime, options.offload), options.training, options.offload)
     plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, options.search.solver)

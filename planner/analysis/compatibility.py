@@ -5,7 +5,6 @@ from __future__ import annotations
 from planner import solvers, strategies
 from planner.common.options import Offload, Training
 from planner.errors import RuntimeUnsupportedError, UsageError
-from planner.ir.static_memory import TENSOR_PARALLEL
 from planner.plans.plan import Plan
 
 _OFFLOAD = ("graph", "modules")
@@ -28,7 +27,6 @@ def graphs_runtime(runtime: str, training: Training, asked: Offload) -> str:
     others = {
         "offload": asked.offload,
         "ranks": training.ranks > 1,
-        "tensor_parallel": training.tensor_parallel > 1,
     }
     for name in (name for name, is_asked in others.items() if is_asked):
         raise UsageError(f"cuda_graphs=True captures the steps of one device and one stream: leave out {name}")
@@ -79,8 +77,3 @@ def check_can_run(plan: Plan) -> None:
     """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
     if plan.offloading is not None and plan.runtime not in _OFFLOAD:
         raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {_ONLY_THESE_OFFLOAD}")
-    if TENSOR_PARALLEL in plan.fingerprint:
-        raise UsageError(
-            f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "
-            "tensor parallelism is planned for, not run"
-        )

@@ -102,7 +102,6 @@ _TOLD: dict[str, dict[str, Any]] = {
     "gradient_accumulation": {"flag": "--accumulate", "help": "gradients of earlier backwards are resident"},
     "data_parallel": {"choices": PARALLEL},
     "ranks": {"type": count, "metavar": "N", "help": "devices that train together"},
-    "tensor_parallel": {"type": count, "metavar": "N", "help": "devices that share each layer; planned, not run"},
     "reserve": {"metavar": "SIZE", "help": "what is to stay free: 1GiB, 5%% of the device"},
     "cuda_graphs": {"help": "forward and backward run as CUDA graphs, which hold their memory between steps"},
     "device": {

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from planner.commands import _asked, _planning
 from planner.commands._options import AboutModel, add, budget_options, planning_options
 from planner.common.options import Training
-from planner.errors import UsageError
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -39,8 +38,6 @@ class _Plan(AboutModel):
     def run(self, args: argparse.Namespace) -> int:
         _planning.check(args)
         _asked.check_writable(args.save, args.html, args.memory_viz)
-        if args.verify and args.tensor_parallel > 1:
-            raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
         if not _planning.names_a_budget(args):
             return _planning.report_budgets(args)
         return _planning.report_plan(args, write=partial(_write, args))

@@ -6,7 +6,6 @@ import argparse
 
 from planner.commands import _planning
 from planner.commands._options import AboutModel, budget_options, planning_options
-from planner.errors import UsageError
 
 
 class _Verify(AboutModel):
@@ -21,8 +20,6 @@ class _Verify(AboutModel):
 
     def run(self, args: argparse.Namespace) -> int:
         _planning.check(args)
-        if args.tensor_parallel > 1:
-            raise UsageError("--tensor-parallel is planned for, not run: use 'plan'")
         return _planning.report_plan(args)
 
 

@@ -161,8 +161,6 @@ class Training:
     """``"none"``, ``"ddp"`` (each rank holds all) or ``"fsdp2"`` (``fully_shard`` on each block)."""
     ranks: int = 1
     """How many devices train together."""
-    tensor_parallel: int = 1
-    """How many devices share each layer."""
     reserve: Size = 0
     """What is to stay free for the allocator and for others: bytes, ``"1GiB"``, or ``"5%"`` of the device."""
     cuda_graphs: bool = False
@@ -176,10 +174,6 @@ class Training:
             parse_size(self.reserve, whole_bytes=2**60)
         if self.ranks < 1 or (self.ranks > 1) != (self.data_parallel != "none"):
             raise UsageError(f"ranks={self.ranks} does not go with data_parallel={self.data_parallel!r}: give both")
-        if self.tensor_parallel < 1:
-            raise UsageError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}")
-        if self.tensor_parallel > 1 and self.data_parallel == "fsdp2":
-            raise UsageError("fsdp2 of layers that are spread by tensor_parallel is not planned: use one of the two")
 
 
 # Splits over many devices.

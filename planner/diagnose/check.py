@@ -37,7 +37,6 @@ def check(
     gradient_accumulation: bool = False,
     data_parallel: str = "none",
     ranks: int = 1,
-    tensor_parallel: int = 1,
     reserve: Size = 0,
     name: str = "",
     progress: Progress | None = None,
@@ -51,7 +50,7 @@ def check(
     ----------
     model, example_inputs, example_kwargs, loss_fn, device, name, progress
         See :func:`planner.plan`.
-    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, tensor_parallel, reserve
+    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
         See :func:`planner.plan`.
 
     Returns

@@ -15,7 +15,6 @@ SHARDS = "gradient shards"
 FINDS = "finds"
 """In a plan's fingerprint: what earlier steps have left, gradients say."""
 
-TENSOR_PARALLEL = "tensor parallel"
 """In a plan's fingerprint: over how many devices it spreads each layer."""
 
 

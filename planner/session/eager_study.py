@@ -168,8 +168,7 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     several devices is not held against it, and a recorded one is the model's own.
     """
     asked = options.budget.is_share or options.search.compare
-    several = has_several_ranks() or options.training.tensor_parallel > 1
-    if not asked or several or options.runtime == "modules" or options.reused_plan is not None:
+    if not asked or has_several_ranks() or options.runtime == "modules" or options.reused_plan is not None:
         return options
     try:
         check_own_checkpointing(model)

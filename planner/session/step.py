@@ -51,7 +51,7 @@ from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
+from planner.ir.static_memory import SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step, with_writing_over
 from planner.measure.devices import device_spec
@@ -61,7 +61,6 @@ from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
 from planner.transforms import rounding
 from planner.transforms.inplace_grad_accumulation import sum_in_place
-from planner.transforms.local_graph import local_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +172,6 @@ class LoweredStep:
     """What else a plan for this step is made for."""
     warnings: tuple[Finding, ...] = ()
     capture_seconds: float = 0.0
-    stand_ins: Mapping[int, nn.Parameter] = field(default_factory=dict)
-    """By storage, what the device has of parameters that several devices share."""
     may_overwrite: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """For operations that can write over an input, the values that may be it."""
 
@@ -183,25 +180,19 @@ class LoweredStep:
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
     spec = device_spec(model, options.target.device)
-    devices = options.training.tensor_parallel
-    local = local_step(joint, devices)
 
     def blocks() -> Collection[str]:
-        plain = lower(local.joint, StepContext(alignment_bytes=spec.alignment_bytes, kinds=kinds_of(model)))
+        plain = lower(joint, StepContext(alignment_bytes=spec.alignment_bytes, kinds=kinds_of(model)))
         return find_layers(plain.graph).blocks
 
-    around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
-    lowered = lower(local.joint, context_of(model, spec, around, options))
-    facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
+    around = static_memory_of(model, joint.inputs, spec, options, blocks)
+    lowered = lower(joint, context_of(model, spec, around, options))
     lowered = rounding.marked(lowered)
     step = partial(
         LoweredStep,
         spec=spec,
         static_memory=around,
-        facts=facts,
-        warnings=local.notes,
         capture_seconds=joint.capture_seconds,
-        stand_ins=local.stand_ins,
     )
     # Inductor writes in place by itself, and orders its code itself.
     if joint.functional:
@@ -229,7 +220,7 @@ def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> Lower
     """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
     if options.deferred is not None:
         options.deferred.mark(joint, model)
-    if not joint.functional and options.training.tensor_parallel == 1:
+    if not joint.functional:
         sum_in_place(joint)
     return lower_step(model, joint, options)
 

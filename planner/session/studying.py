@@ -94,7 +94,7 @@ def _studies(model: nn.Module, options: Options) -> StudiesBySize:
     if not isinstance(chunks, int):
         raise UsageError("a step is studied in one number of chunks: give it, or use planner.plan with chunk='auto'")
     if chunks != 1:
-        chunked_graph(runtime, several_devices=options.training.tensor_parallel > 1 or has_several_ranks())
+        chunked_graph(runtime, several_devices=has_several_ranks())
     return StudiesBySize(model, options)
 
 

@@ -251,7 +251,6 @@ def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
         ({"chunk": 0}, "'auto', 'off' or a number"),
         ({"chunk": "atuo"}, "did you mean 'auto'"),
         ({"chunk": 2, "runtime": "modules"}, "leave out runtime='modules'"),
-        ({"chunk": "auto", "tensor_parallel": 2}, "one device"),
     ],
 )
 def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from planner.ir.in_place import InPlace, joined
 from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.resident import static_memory
 from planner.session.step import LoweredStep, Options, captured, cost, lower_step, origin_of, with_loss
-from planner.transforms.local_graph import part_of
 
 
 def plan_pipeline(
@@ -51,7 +50,6 @@ def plan_pipeline(
     gradient_accumulation: bool = False,
     data_parallel: str = "none",
     ranks: int = 1,
-    tensor_parallel: int = 1,
     reserve: Size = 0,
     name: str = "",
     progress: Progress | None = None,
@@ -78,7 +76,7 @@ def plan_pipeline(
         Roughly, for each device.
     example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile
         See :func:`planner.plan`.
-    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, tensor_parallel, reserve, name, progress
+    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, name, progress
         See :func:`planner.plan`; ``data_parallel`` is ``"none"`` or ``"ddp"``.
 
     Returns
@@ -112,7 +110,7 @@ def plan_pipeline(
     check_module(model)
     begun = time.perf_counter()
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options.of(asked, training=Training(tensor_parallel=tensor_parallel), loss=LossMemory())
+    options = Options.of(asked, training=Training(), loss=LossMemory())
     options = with_loss(model, options, loss_fn, inputs)
     step = lower_step(model, captured(model, inputs, options), options)
     costing = cost(model, step.lowered, step.spec, options)
@@ -146,12 +144,24 @@ def _surroundings(
     unread = of_model.difference(*read_by)
     found = []
     for device, own in enumerate(read_by):
-        part = part_of(model, step.stand_ins, own if device else own | unread)  # what none reads is on the first
+        part = part_of(model, own if device else own | unread)  # what none reads is on the first
         inputs = [tensor for tensor in step.lowered.joint.inputs if storage_id(tensor) in own - of_model]
         around = static_memory(part, inputs, step.spec, training)
         static_bytes = {**around.static_bytes, "inputs": around.static_bytes["inputs"] * micro_batches}
         found.append(replace(around, static_bytes=static_bytes))
     return found
+
+
+def part_of(model: nn.Module, storages: Container[int]) -> nn.Module:
+    """Return a module that holds a model's parameters and buffers of these storages."""
+    part = nn.Module()
+    for number, parameter in enumerate(model.parameters()):
+        if storage_id(parameter) in storages:
+            part.register_parameter(f"parameter{number}", parameter)
+    for number, buffer in enumerate(model.buffers()):
+        if storage_id(buffer) in storages:
+            part.register_buffer(f"buffer{number}", buffer)
+    return part
 
 
 def storages_read(lowered: LoweredGraph) -> list[set[int]]:

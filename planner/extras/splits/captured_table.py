@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from planner.capture.inputs import Inputs, LossFunction, check_module
-from planner.capture.joint import JointGraph, tensors_of
+from planner.capture.joint import JointGraph, parameter_nodes, tensors_of
 from planner.capture.torch_internals import OpOverload, declared_arguments, in_memory, storage_id
 from planner.common.options import Training
 from planner.errors import UsageError
 from planner.extras.pipelines.stages import Stage, cut
-from planner.extras.pipelines.whole_model import storages_read
+from planner.extras.pipelines.whole_model import part_of, storages_read
 from planner.extras.splits.table import Layer, ModelTable
 from planner.extras.splits.tabulate import ATTENTION, Facts, OwnWeights, layer_of
-from planner.ir.graph import Operation, OperationCost, TrainingGraph
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.in_place import InPlace, joined
 from planner.ir.layers import find_layers, layer_among
 from planner.measure.optimizers import optimizer_memory
 from planner.session.step import LoweredStep, Options, captured, cost, lower_step, with_loss
-from planner.transforms.local_graph import part_of
-from planner.transforms.operators import shape_of
-from planner.transforms.tensor_parallel import Sharding, find_sharding
+
+aten = torch.ops.aten
+
+_LEFT: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
+"""Products with a parameter, and at which position their left factor stands."""
 
 _DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 """By how many devices layers are tried to be shared."""
 
 _SMALL = 0.01
-"""Of a layer's weights: a router's product, say, is computed whole, each device for its own tokens."""
+"""Of the largest product's weight: smaller ones, a router's say, are computed whole, by each device for its tokens."""
 
 _EXPERTS = ("grouped_mm", "bmm", "baddbmm")
 """Products of stacked matrices; where one factor is a parameter, that has a matrix for each expert."""
@@ -80,11 +82,11 @@ class _Tabulation:
         self.stages = cut(self.graph, costs, len(forward))
         single = storages_read(step.lowered)
         self.reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
-        self.sharding = {degree: find_sharding(self.joint, degree) for degree in _DEGREES}
 
     def table(self, tokens: int | None) -> ModelTable:
-        degrees = self._degrees()
-        facts = self._facts(self.sharding[degrees[1]] if len(degrees) > 1 else None)
+        products = _Products(self._layer_nodes, self._given, self.joint)
+        degrees = products.degrees()
+        facts = self._facts(products if len(degrees) > 1 else None)
         kinds: dict[Layer, int] = {}
         row: list[int] = []
         plain: dict[Layer, Layer] = {}
@@ -115,33 +117,26 @@ class _Tabulation:
             tied_bytes=self._weights_of(tied).parameter_bytes,
         )
 
-    def _degrees(self) -> tuple[int, ...]:
-        """Return by how many devices each layer can be shared: all of its products divide, but for small ones."""
-        return (1, *(degree for degree, found in self.sharding.items() if found.rows and self._divides(found)))
-
-    def _divides(self, sharding: Sharding) -> bool:
+    def _facts(self, products: _Products | None) -> Facts:
         operations = self._operations
-
-        def weight(nodes: Iterable[fx.Node]) -> int:
-            inside = (n for n in nodes if n in operations and layer_among(operations[n].module, self.blocks))
-            return sum(prod(shape_of(source)) for node in inside for source in node.all_input_nodes[-1:])
-
-        whole, spread = weight(sharding.whole), weight((*sharding.columns, *sharding.rows))
-        return whole <= _SMALL * (whole + spread)
-
-    def _facts(self, sharding: Sharding | None) -> Facts:
-        operations = self._operations
-        summed = sharding.summed if sharding else frozenset()
+        summed = products.summed() if products is not None else ({}, {})
+        forward, backward = ({operations[node].key: size for node, size in sizes.items()} for sizes in summed)
         return Facts(
-            summed={
-                operation.key: sum(tensor.nbytes for tensor in tensors_of(node))
-                for node, operation in operations.items()
-                if node in summed
-            },
+            summed=forward,
+            gradients_summed=backward,
             causal={o.key for node, o in operations.items() if ATTENTION in o.target and _is_causal(node)},
             ring={o.key: _keys_and_values(node) for node, o in operations.items() if ATTENTION in o.target},
             experts={o.key for node, o in operations.items() if self._expert_weight(node) is not None},
         )
+
+    @cached_property
+    def _layer_nodes(self) -> list[fx.Node]:
+        """The forward of all layers."""
+        return [
+            node
+            for node, operation in self._operations.items()
+            if operation.phase is Phase.FORWARD and layer_among(operation.module, self.blocks)
+        ]
 
     @cached_property
     def _operations(self) -> Mapping[fx.Node, Operation]:
@@ -160,7 +155,7 @@ class _Tabulation:
         return self._weights_of(self._storages(stages))
 
     def _weights_of(self, storages: set[int]) -> OwnWeights:
-        part = part_of(self.model, {}, storages)
+        part = part_of(self.model, storages)
         spec, asked = self.step.spec, self.training
         memory = optimizer_memory(
             part, asked.optimizer, alignment_bytes=1, device_kind=spec.kind, master_weights=asked.master_weights
@@ -205,11 +200,74 @@ class _Tabulation:
         return counts.pop() if len(counts) == 1 else 1
 
 
+class _Products:
+    """Products of layers with a parameter, as tensor parallelism has them: column-parallel, then row-parallel.
+
+    A row-parallel product reads what column-parallel products or attention give, and nothing that is whole on each
+    device; its result is summed. Heads are divided with the products that attention reads. Source: Shoeybi et al.,
+    "Megatron-LM", 2019.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], given: Callable[[Any], Any], joint: JointGraph) -> None:
+        weights = {node: given(node.args[_LEFT[node.target] + 1]) for node in nodes if node.target in _LEFT}
+        sizes = {node: weight.numel() for node, weight in weights.items() if weight is not None}
+        self.large = {node for node, size in sizes.items() if size > _SMALL * max(sizes.values())}
+        self.attention = [node for node in nodes if ATTENTION in str(node.target)]
+        self.parameters = parameter_nodes(joint)
+        self.rows: dict[fx.Node, None] = {}
+        for node in nodes:
+            if node in self.large and not any(self._is_whole(source) for source in self._sources(_input(node))):
+                self.rows[node] = None
+        self.columns = [node for node in nodes if node in self.large and node not in self.rows]
+
+    def _sources(self, node: Any) -> Iterator[fx.Node]:
+        """Yield the large products, attention and inputs of the step that a node depends on, past all else."""
+        waiting, seen = [node], {node}
+        while waiting:
+            node = waiting.pop()
+            if node in self.large or node in self.attention or node.op == "placeholder":
+                yield node
+                continue
+            waiting += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+
+    def _is_whole(self, source: fx.Node) -> bool:
+        return source in self.rows or (source.op == "placeholder" and source not in self.parameters)
+
+    def degrees(self) -> tuple[int, ...]:
+        """Return by how many devices all of them can be divided, heads included."""
+        units = [_shape(node)[-1] for node in self.columns]
+        for attention in self.attention:
+            _, heads, _, head_size = _shape(attention.args[0])
+            units.append(heads)
+            read = {source for one in attention.args[:3] for source in self._sources(one) if source in self.large}
+            units += [_shape(node)[-1] // head_size for node in read]
+        return (1, *(n for n in _DEGREES if self.rows and not any(unit % n for unit in units)))
+
+    def summed(self) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+        """Return the bytes that are summed over the devices in the forward, and in the backward, by product."""
+        inputs = {_input(node): node for node in reversed(self.columns)}
+        return {node: _bytes(node) for node in self.rows}, {node: _bytes(source) for source, node in inputs.items()}
+
+
+def _shape(node: Any) -> torch.Size:
+    return tensors_of(node)[0].shape
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(node))
+
+
+def _input(product: fx.Node) -> fx.Node:
+    """Return the left factor of a product."""
+    left = product.args[_LEFT[product.target]]
+    assert isinstance(left, fx.Node)
+    return left
+
+
 def _keys_and_values(node: fx.Node) -> int:
     """Return the bytes of what each token is compared with, and of what it takes."""
-    return sum(
-        tensor.nbytes for source in node.args[1:3] if isinstance(source, fx.Node) for tensor in tensors_of(source)
-    )
+    return sum(_bytes(source) for source in node.args[1:3] if isinstance(source, fx.Node))
 
 
 def _is_causal(node: fx.Node) -> bool:

@@ -26,6 +26,8 @@ class Facts:
 
     summed: Mapping[str, int]
     """Results that devices which share layers sum, and their bytes."""
+    gradients_summed: Mapping[str, int]
+    """Operations of the forward, the gradients of whose inputs they sum, and the bytes of those."""
     causal: Collection[str] = ()
     """Attention that skips half of its arithmetic."""
     experts: Collection[str] = ()
@@ -67,7 +69,7 @@ def layer_of(stage: Stage, weights: OwnWeights, facts: Facts, *, plans: bool) ->
         expert_share=weights.expert_share,
         boundary_bytes=sent_bytes,
         summed_forward_bytes=_told(passes[True], facts.summed) + summed_by_experts,
-        summed_backward_bytes=_told(passes[False], facts.summed) + summed_by_experts,
+        summed_backward_bytes=_told(passes[True], facts.gradients_summed) + summed_by_experts,
         ring_bytes=_told(passes[True], facts.ring),
         routed_bytes=max((size[one.inputs[0]] for one in experts if one.inputs), default=0),
     )
