@@ -211,7 +211,9 @@ def _posed(kind: str, *cases: tuple[Any, ...]) -> dict[str, tuple[str, Callable[
 
 
 CASES: dict[str, tuple[str, Callable[[], Problem]]] = {
-    **_posed(OFFLOADS, ("random-50", 0.5, 1.0), ("random-60", 0.4, 3.0), ("random-100", 0.4, 1.0)),
+    **_posed(
+        OFFLOADS, ("random-20", 0.6, 1.0), ("random-50", 0.5, 1.0), ("random-60", 0.4, 3.0), ("random-100", 0.4, 1.0)
+    ),
     **_posed(FLOORS, ("random-300", 0.155), ("unet", 0.2533)),
     **_posed(FIRST, ("random-300", 0.158)),
     **_posed(ORDERS, ("towers", 0.6)),

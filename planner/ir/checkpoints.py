@@ -6,8 +6,9 @@ before the region is, for the random state that is put back afterwards; ``stop``
 its last operation, which reads what is alive there. An operation whose outputs a checkpoint can keep
 has a fourth beside it, ``kept``, run again in its place, which reads what it reads and makes. With
 them the lifetimes of a checkpointed step are those of a schedule, and ``simulate`` judges it like any
-other. In a captured step a region is what runs again and no more; ``planner.ir.module_regions`` gives
-those.
+other. In a captured step a region is what runs again and no more (:func:`region_of`): of a module only the
+boundary stays, what others read in the forward and what cannot be recomputed; the rest is dropped after
+the module and recomputed, all at once, when the backward first needs any of it.
 
 Where modules may send what they save to the host, three more say what that changes: ``unpack``, before
 an operation of the backward, reads what comes back there; ``away`` stands for ``hold`` where a
@@ -22,11 +23,11 @@ again: in its region ``unread`` runs again right before ``unheld``, and then tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from planner.ir.graph import TrainingGraph
+from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.schedule import Offload, Schedule
 
 HOLD, SCRATCH, STOP, KEPT = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "checkpoint.kept"
@@ -150,3 +151,62 @@ def begins_of(graph: TrainingGraph, regions: Iterable[Region]) -> list[int]:
         if region.hold is not None:
             more[region.release_at] += 1
     return [index + before for index, before in enumerate(accumulate(more[:-1], initial=0))]
+
+
+Saved = Callable[[Operation], bool]
+"""Whether what an operation makes is kept although its module runs again."""
+
+
+def forward_of(graph: TrainingGraph, modules: Iterable[str]) -> tuple[int, ...]:
+    """Return the operations of the forward that are in any of these modules."""
+    inside = tuple(f"{module}." for module in modules)
+    return tuple(
+        index
+        for index, operation in enumerate(graph.operations)
+        if operation.phase is Phase.FORWARD and f"{operation.module}.".startswith(inside)
+    )
+
+
+def region_of(
+    graph: TrainingGraph,
+    module: str,
+    inside: Collection[int],
+    *,
+    saved: Saved | None = None,
+    to_the_end: bool = False,
+) -> Region | None:
+    """Return what checkpointing some operations of the forward does; None if nothing would run again.
+
+    Where it goes on to the end, all of them run again and not only what the backward needs. O(operations + values).
+    """
+    operations, values, readers = graph.operations, graph.values, graph.readers
+    inside = set(inside)
+    held = {
+        value
+        for index in inside
+        for value in operations[index].outputs
+        if values[value].retained
+        or not operations[index].recomputable
+        or (saved is not None and saved(operations[index]))
+        or any(operations[r].phase is not Phase.BACKWARD and r not in inside for r in readers[value])
+    }
+    needs: dict[int, int] = {}
+    for index in inside:
+        for value in operations[index].outputs:
+            late = next((r for r in readers[value] if operations[r].phase is Phase.BACKWARD), None)
+            if value not in held and late is not None:
+                needs[value] = late
+    if not needs:
+        return None
+    again: set[int] = set()
+    needed = list(needs)
+    while needed:  # from the boundary on
+        maker = graph.producer[needed.pop()]
+        if maker not in again:
+            again.add(maker)
+            inputs = operations[maker].inputs
+            needed += (value for value in inputs if value not in held and graph.producer[value] in inside)
+    if to_the_end:
+        again |= {i for i in inside if operations[i].recomputable and not held.issuperset(operations[i].outputs)}
+    before = min(needs.values())
+    return Region(module=module, hold=None, recompute=tuple(sorted(again)), recompute_before=before, release_at=before)

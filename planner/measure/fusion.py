@@ -16,9 +16,8 @@ from cost_models.roofline import RooflineCosts
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.trees import tensors_in
-from planner.ir.fused import fused, stretches
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.in_place import InPlace
+from planner.ir.in_place import InPlace, fused, stretches
 
 _PLAIN = ("aten.add.Tensor", "aten.mul.Tensor")
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
-from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.checkpoints import Region, region_of, schedule_of
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_layers, forward_of_blocks
-from planner.ir.module_regions import region_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.errors import UsageError
-from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.checkpoints import Region, Saved, region_of, schedule_of
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.layers import Layers, find_layers, forward_of_blocks
-from planner.ir.module_regions import Saved, region_of
 from planner.ir.schedule import Schedule
 
 

@@ -31,8 +31,8 @@ from planner.capture.inputs import Inputs, run_backward
 from planner.capture.memory import measure_peak
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
+from planner.ir.checkpoints import forward_of, region_of
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.module_regions import forward_of, region_of
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import checkpointed_blocks

@@ -15,8 +15,8 @@ from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
 from planner.exporters._text import comment, names, numbers
 from planner.exporters._whole_modules import OwnLayers
+from planner.ir.checkpoints import Saved, forward_of
 from planner.ir.graph import Phase
-from planner.ir.module_regions import Saved, forward_of
 from planner.plans.plan import Plan
 
 _TRIED = 8
