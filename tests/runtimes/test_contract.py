@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from tests.models import (
 from tests.runtimes import test_modules
 from tests.runtimes.steps import hold_peak, step, wrap_and_hold, wrap_and_hold_under_autocast
 from tests.runtimes.test_offload import ChannelsLast, perceptrons
+from tests.tiers import tiered
 
 
 class Mixed(test_modules.Stack):
@@ -304,7 +305,13 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Plan], Any]]] = {
     "selective": ({"runtime": "modules"}, lambda plan: set(plan.kept) & set(modules_of(plan))),
     "offload": ({"runtime": "graph", "offload": True, "time_limit_seconds": 1.0}, lambda plan: plan.offloading.values),
     "modules with offload": (
-        {"runtime": "modules", "offload": True, "offload_at_least": 1024, "time_limit_seconds": 1.5},
+        {
+            "runtime": "modules",
+            "offload": True,
+            "offload_at_least": 1024,
+            "time_limit_seconds": 1.5,
+            "deterministic": True,
+        },
         lambda plan: plan.offloading.modules,
     ),
     "regional": ({"runtime": "regional", "time_limit_seconds": 1.0}, _recomputes),
@@ -395,11 +402,11 @@ CASES: dict[str, Case] = {
         uses=lambda plan: plan.anatomy["gradients"] < 1.01 * 4 * (256 * 256 + 256 + 256 * 8 + 8),
     ),
 }  # fmt: skip
-SLOW: Collection[str] = ("blocks, shared results",)
+SLOW = ("blocks, shared results", "sparse and dense gradient", "compressed rows", "modules under autocast, images")
 
 
 @pytest.mark.filterwarnings("ignore:what .* depends on data", "ignore:.* in place of", "ignore:Sparse CSR tensor")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+@pytest.mark.parametrize("name", tiered(CASES, slow=SLOW))
 def test_what_is_predicted_happens(name: str) -> None:
     case = CASES[name]
     model = case.build()
