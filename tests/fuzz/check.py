@@ -57,20 +57,8 @@ class Outcome:
     recomputing: int = 0
 
 
-def attempted(outcome: Outcome, text: str, failures: Callable[[Callable[[], Any]], Iterator[Failure]]) -> Outcome:
-    """Try one model: a refusal by an error of ours is an outcome, everything else that raises a failure."""
-    torch._dynamo.reset()
-    try:
-        outcome.failures += failures(source.load(text, f"fuzz_{outcome.seed}"))
-    except PlannerError as error:
-        outcome.refusal = f"{type(error).__name__}: {error}"
-    except Exception:
-        outcome.failures.append(Failure("crash", traceback.format_exc(limit=-4)))
-    return outcome
-
-
 def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
-    """Hold one model to every promise."""
+    """Hold one model to every promise: a refusal by an error of ours is an outcome, all else that raises a failure."""
     chosen = tuple(range(source.count(seed))) if blocks is None else tuple(blocks)
     rng = random.Random(f"budgets {seed}")
     text = source.write(seed, chosen)
@@ -78,7 +66,14 @@ def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
     if "checkpoint(" in text:
         runtime = "graph"  # under the other, the model's own checkpointing must be off
     outcome = Outcome(seed, runtime, chosen)
-    return attempted(outcome, text, lambda make: _Trial(make, rng, outcome).failures())
+    torch._dynamo.reset()
+    try:
+        outcome.failures += _Trial(source.load(text, f"fuzz_{seed}"), rng, outcome).failures()
+    except PlannerError as error:
+        outcome.refusal = f"{type(error).__name__}: {error}"
+    except Exception:
+        outcome.failures.append(Failure("crash", traceback.format_exc(limit=-4)))
+    return outcome
 
 
 class _Trial:
@@ -215,7 +210,7 @@ def _result(model: torch.nn.Module, inputs: Sequence[Any], outputs: Any) -> Step
     )
 
 
-def smaller(outcome: Outcome, check: Callable[..., Outcome] = check) -> Outcome:
+def smaller(outcome: Outcome) -> Outcome:
     """Leave out blocks of a failing model for as long as it fails in the same way."""
     kinds = {failure.kind for failure in outcome.failures}
     for block in outcome.blocks:
