@@ -289,7 +289,7 @@ class Case:
 
 def _case(way: str, build: Callable[[], nn.Module], x: Any, share: str | None, **more: Any) -> Case:
     """Return a case of one of the ways to need less memory; more than that is of the case, or asked for."""
-    asked = {} if share is None else {"activation_budget": share}
+    asked = {"time_limit_seconds": 1.0} | ({} if share is None else {"activation_budget": share})
     ask, uses = WAYS[way]
     fields = {name: more.pop(name) for name in ("uses", "from_file", "under_autocast") if name in more}
     return Case(build=build, x=x, ask={**asked, **ask, **more}, **{"uses": uses, **fields})
@@ -303,19 +303,13 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Plan], Any]]] = {
     "graph": ({"runtime": "graph"}, _recomputes),
     "modules": ({"runtime": "modules"}, modules_of),
     "selective": ({"runtime": "modules"}, lambda plan: set(plan.kept) & set(modules_of(plan))),
-    "offload": ({"runtime": "graph", "offload": True, "time_limit_seconds": 1.0}, lambda plan: plan.offloading.values),
+    "offload": ({"runtime": "graph", "offload": True}, lambda plan: plan.offloading.values),
     "modules with offload": (
-        {
-            "runtime": "modules",
-            "offload": True,
-            "offload_at_least": 1024,
-            "time_limit_seconds": 1.5,
-            "deterministic": True,
-        },
+        {"runtime": "modules", "offload": True, "offload_at_least": 1024, "deterministic": True},
         lambda plan: plan.offloading.modules,
     ),
-    "regional": ({"runtime": "regional", "time_limit_seconds": 1.0}, _recomputes),
-    "parts": ({"runtime": "parts", "time_limit_seconds": 1.0}, _recomputes),
+    "regional": ({"runtime": "regional"}, _recomputes),
+    "parts": ({"runtime": "parts"}, _recomputes),
     "auto": ({}, lambda plan: plan.runtime in ("modules", "parts") and plan.overhead > 0),
 }
 """What is asked for, and what of it a plan must use."""
@@ -339,7 +333,7 @@ def _two_captured_halves(plan: Plan) -> bool:
 
 
 _FILED = {"from_file": True}
-_CAST = {"under_autocast": True, "budget": "85%", "time_limit_seconds": 1.0}
+_CAST = {"under_autocast": True, "budget": "85%"}
 IMAGES, TABLE = torch.randn(8, 3, 16, 16), torch.randn(256, WIDTH)
 LSTM = rows().unflatten(0, (8, 32))
 
