@@ -1,4 +1,4 @@
-"""What strategies are given and what they are: a step, a name and a rule."""
+"""The step that a strategy is given, and what a strategy is: a name and a rule."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StrategyStep:
         return Region(module="", hold=None, recompute=again, recompute_before=before, release_at=before)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """A rule by which an established system chooses what it recomputes."""
 
