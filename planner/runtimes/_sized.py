@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.programs import Program
 from planner.capture.symbolic import Sizes, at_sizes
@@ -31,8 +30,8 @@ Code = tuple[SizedGraph, SizedGraph]
 class SizedPrograms:
     """Programs of one joint graph with symbols; ``plan`` plans a plain one, ``follow`` what a formula says of a size.
 
-    ``eager`` gives the recording of eager's own step beside which a plain one was planned. In every call ``entered`` is
-    told which plan is in force, and before that ``may_be_better`` is asked whether to look at it again.
+    In every call ``entered`` is told which plan is in force, and before that ``may_be_better`` is asked whether to look
+    at it again.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class SizedPrograms:
         model: nn.Module,
         plan: Callable[[JointGraph], PlannedStep],
         follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
-        eager: Callable[[], Study | None],
         entered: Callable[[Plan], None],
         may_be_better: Callable[[InputSizes, Plan], bool],
     ) -> None:
-        self._model, self._plan, self._follow, self._eager = model, plan, follow, eager
+        self._model, self._plan, self._follow = model, plan, follow
         self._entered, self._may_be_better = entered, may_be_better
         self._formula: SizedStep | None = None
         self._is_confirmed = False
@@ -90,20 +88,10 @@ class SizedPrograms:
             same = self._code_for(self._formula, planned)
             if [half.text for half in same] == [half.text for half in code]:
                 self._is_confirmed = True
-                self._learn_eager(sizes)
                 return same
         if not self._is_confirmed:
             self._formula, self._code = step, {_run_by(planned): code}
-            self._learn_eager(sizes)
         return code
-
-    def _learn_eager(self, sizes: Sizes) -> None:
-        """Tell the formula what eager needs; a step whose calls do not follow from sizes turns out to be none."""
-        if self._formula is not None and (recorded := self._eager()) is not None:
-            try:
-                self._formula.learn_eager(recorded, sizes)
-            except UnknownSizeError:
-                self._formula = None
 
     def _code_for(self, formula: SizedStep, planned: PlannedStep) -> Code:
         run = _run_by(planned)

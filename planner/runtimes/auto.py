@@ -252,9 +252,10 @@ class AutoRuntime:
             result = other(*args, **kwargs)
         except PlannerError as error:
             other.stop()
-            tried.append(Refusal("modules", error))
-            if not tried[-1].does_not_fit and not tried[-1].is_of_capture:
+            last = Refusal("modules", error)
+            if not last.does_not_fit and not last.is_of_capture:
                 raise
+            tried.append(last)
             failed = reason(tried)
             if failed is not refusal.error:
                 _said(refusal, self._options, "modules")

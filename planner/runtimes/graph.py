@@ -316,7 +316,6 @@ class GraphRuntime(PlannedCalls):
                 self.model,
                 self._at_new_sizes,
                 self._followed,
-                self._recorded,
                 self._enter,
                 self._may_be_better,
             )
@@ -340,13 +339,9 @@ class GraphRuntime(PlannedCalls):
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
-        if elements(input_sizes) > self._plans.largest and self._recorded() is not None:
-            eager = formula.eager_at(given, sizes)  # a percentage of more than before
-            if eager is None and self._inputs is not None:
-                self._complete_for(self._inputs)
-                if (recorded := self._recorded()) is not None:
-                    formula.learn_eager(recorded, sizes)
-                eager = eager_step(self.options.eager)
+        if elements(input_sizes) > self._plans.largest and self._recorded() is not None and self._inputs is not None:
+            self._complete_for(self._inputs)  # a percentage of more than before: eager's step is recorded anew
+            eager = eager_step(self.options.eager)
         step = formula.planned(given, sizes, eager, partial(self._planned_at, input_sizes))
         self.put_in_force(step.plan)
         return step

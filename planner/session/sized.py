@@ -28,7 +28,6 @@ from planner.ir.static_memory import StaticMemory
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
 from planner.session.sized_calls import SizedCalls, UnknownSizeError
-from planner.session.sized_eager import RecordedAt, SizedEager
 from planner.session.step import LoweredStep, PlannedStep, called_with, fingerprint_of
 
 
@@ -41,20 +40,6 @@ class SizedStep:
     study: Study
     sizes: Sizes
     """At which the step was made plain."""
-
-    def learn_eager(self, step: Study, sizes: Sizes) -> None:
-        """Take a recording of eager's own step at some sizes into account."""
-        self._eager.learn(RecordedAt(step, sizes, self._workspaces_of_all(sizes)))
-
-    def eager_at(self, given: Sequence[Any], sizes: Sizes) -> EagerStep | None:
-        """Return what eager's step needs for what the program is given; None if only a recording can say that."""
-        inputs_bytes = self._around(self.inputs(given)).static_bytes["inputs"]
-        return self._eager.at(sizes, inputs_bytes, self._workspaces_of_all(sizes))
-
-    @cached_property
-    def _eager(self) -> SizedEager:
-        nodes = self.step.lowered.joint.graph.nodes
-        return SizedEager({expression for node in nodes for expression in _sizes_of(node)})
 
     def lowered_at(self, given: Sequence[Any], sizes: Sizes) -> LoweredStep:
         """Return the step for what the program is given, its operations as they were at the sizes that are known.

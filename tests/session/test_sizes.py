@@ -14,7 +14,6 @@ from planner.analysis.study import Study
 from planner.capture import joint_capture
 from planner.capture.inputs import Inputs
 from planner.errors import UsageError
-from planner.session import sizes
 from planner.session.studying import studies_by_size
 from tests.models import Convolutions, Transformer, images, mean_square
 
@@ -157,28 +156,3 @@ def test_inputs_of_another_size_keep_values_layout_and_gradients() -> None:
     assert longer["ids"].tolist() == [[1, 2, 3, 1], [4, 5, 6, 4]] and longer["mask"].shape == (2, 1, 4, 4)
     with pytest.raises(UsageError, match="no sequence length"):
         Inputs.of(torch.ones(3)).with_length(4)
-
-
-@pytest.fixture
-def plain_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the steps that are made plain from a program with symbols, an entry each."""
-    made: list[int] = []
-    at_sizes = sizes.at_sizes
-
-    def counted(*args: Any) -> Any:
-        made.append(len(made))
-        return at_sizes(*args)
-
-    monkeypatch.setattr(sizes, "at_sizes", counted)
-    return made
-
-
-def test_what_two_sizes_agree_on_gives_all_others(plain_steps: list[int]) -> None:
-    model, inputs = Transformer(1), Inputs.of(torch.randn(4, 6, 64))
-    studies = studies_by_size(model, cost_model="roofline")
-    asked = [inputs.with_batch(batch) for batch in (4, 8, 3, 16, 2, 64)]
-    studies.expect(asked[1:])
-    made = [studies.at(each) for each in asked]
-    assert len(plain_steps) == 2
-    for each, study in zip(asked, made, strict=True):
-        assert said_by(study) == said_by(planner.study(model, each.args, cost_model="roofline"))
