@@ -268,13 +268,13 @@ class _Asking:
 
     def partitioned(self) -> Iterator[Schedule]:
         from planner.capture.inputs import Inputs
-        from planner.session import min_cut
         from planner.session.step import Options
+        from planner.session.studying import partitioner_schedules
 
         loaded = _asked.load(self.args, real=False)
         inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
         target, training = Target(device=self.args.device), picked(Training, vars(self.args))
-        return min_cut.schedules(loaded.model, inputs, Options(target=target, training=training))
+        return partitioner_schedules(loaded.model, inputs, Options(target=target, training=training))
 
     def answers(self, *, interrupted: bool) -> Answers:
         from planner.analysis.trade_off.answers import Answers

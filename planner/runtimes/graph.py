@@ -52,8 +52,7 @@ from planner.runtimes._shapes import (
 )
 from planner.runtimes._sized import SizedPrograms
 from planner.session.capture_progress import one_at_a_time, working
-from planner.session.sized import SizedStep
-from planner.session.sized_calls import UnknownSizeError
+from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from cost_models.measured import Profile
 from planner.analysis.audit import Audit, audit_study, read_current
@@ -18,15 +18,67 @@ from planner.analysis.trade_off.axes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, check_budgets, parse_sizes
 from planner.analysis.trade_off.types import TradeOffCurve
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
+from planner.capture.joint import JointGraph
+from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_several_ranks
+from planner.capture.torch_internals import min_cut_partition
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Search, Training, check_chunk, picked
 from planner.common.units import Size
-from planner.errors import UsageError
+from planner.errors import PlannerError, UsageError
+from planner.ir.schedule import Schedule
 from planner.plans.plan import Plan
 from planner.session.sizes import StudiesBySize
-from planner.session.step import Options
+from planner.session.step import Options, captured, lower_step, study_lowered
+
+_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""Values of ``activation_memory_budget`` that are tried."""
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """The forward and backward graph that PyTorch's partitioner writes."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+    num_forward_outputs: int
+
+
+def _partition(joint: JointGraph, ratio: float) -> _Partition:
+    """Let PyTorch's partitioner split a joint graph under its own kind of budget; nothing is run."""
+    module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
+    forward, backward = min_cut_partition(module, ratio, joint.num_forward_outputs)
+    return _Partition(forward.graph, backward.graph, joint.num_forward_outputs)
+
+
+def _read_schedule(split: _Partition, lowered: LoweredGraph) -> Schedule:
+    """Write PyTorch's two graphs as a schedule of our operations, in its own order.
+
+    A node keeps its name in both graphs, so one that computes in both runs again. Views and the
+    elements of tuples are no operations: what they look at is saved or made again with its owner.
+    """
+    index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
+    free = {node.name for node in lowered.alias_nodes}
+
+    def runs(graph: fx.Graph) -> list[int]:
+        names = [node.name for node in graph.nodes if node.op == "call_function"]
+        if unknown := [name for name in names if name not in index_of and name not in free]:
+            raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
+        return [index_of[name] for name in names if name in index_of]
+
+    return Schedule((*runs(split.forward), lowered.graph.loss_index, *runs(split.backward)))
+
+
+def partitioner_schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
+    """Return what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
+    joint = captured(model, inputs, options)
+    step = lower_step(model, joint, options)
+    in_place = study_lowered(model, step, options).in_place
+    assert in_place is not None
+    for ratio in _RATIOS:
+        yield in_place.read(_read_schedule(_partition(joint, ratio), step.lowered))
 
 
 def study(

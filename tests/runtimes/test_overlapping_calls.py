@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.runtimes._overlapping_calls import OpenCalls
+from planner.runtimes._calls import OpenCalls
 
 
 def called(calls: OpenCalls, model: nn.Module) -> dict[str, torch.Tensor]:
