@@ -13,7 +13,7 @@ from planner import runtimes
 from planner.analysis.eager_baseline import LARGER, SLOWER
 from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
-from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, sharded_inside, shares_layers
+from planner.capture.model_facts import ModelFacts
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -42,7 +42,7 @@ _ANY_SOLVER = "auto"
 _CHOOSES = {"parts": "inside of captured modules only", "modules": "among modules only"}
 
 
-def candidates(model: nn.Module) -> list[str]:
+def candidates(facts: ModelFacts) -> list[str]:
     """Return the runtimes to try, in order.
 
     With several ranks gradients must go out while the backward runs, and every rank must do the same: what one rank
@@ -51,15 +51,15 @@ def candidates(model: nn.Module) -> list[str]:
     their own ``compile()``, as torchtitan does, planned ones are compiled too.
     """
     pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
-    if has_several_ranks() or is_sharded(model):
-        shares = shares_layers(model) or sharded_inside(model)
-        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if compiled_parts(model) else EAGER)]
+    if facts.has_several_ranks or facts.is_sharded:
+        shares = facts.shares_layers or facts.sharded_inside
+        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if facts.compiled_parts else EAGER)]
     return [NAMES[pair] for pair in pairs]
 
 
 def choose(model: nn.Module) -> str:
     """Return the runtime that is tried first."""
-    return candidates(model)[0]
+    return candidates(ModelFacts.of(model))[0]
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class AutoRuntime:
         try:
             return self._running(*args, **kwargs)
         except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
-            first, *others = candidates(self._model)
+            first, *others = candidates(ModelFacts.of(self._model))
             refusal = Refusal(first, error)
             if not others or (refusal.does_not_fit and self._options.search.solver != _ANY_SOLVER):
                 raise
@@ -341,7 +341,7 @@ class _Auto(StartsCalls):
         if reuse is not None:
             return plan_with(reuse.runtime)
         tried: Tried = []
-        for name in candidates(model):
+        for name in candidates(ModelFacts.of(model, *inputs.args)):
             if may_improve(name, tried, options):
                 tried.append(attempted(name, plan_with))
         plan = cheapest(tried)

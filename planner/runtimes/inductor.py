@@ -109,9 +109,7 @@ class InductorRuntime(GraphRuntime):
         forward, backward = drafts
         loss = self.options.loss or LossMemory()
         effort = effort_for(self.model)
-        assert step.study.in_place is not None
-        costs = step.study.in_place.single_costs
-        peak_bytes = peak_of_drafts(forward, backward, step.lowered, costs, loss, effort)
+        peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.single_costs, loss, effort)
         return step.lowered.graph.total_static_bytes + peak_bytes
 
 

@@ -68,8 +68,7 @@ def _with_few_kinds(step: PlannedStep, budget: Budget) -> PlannedStep:
         return step
     solution = Solution.simulated(problem.evaluate(few), few, plan.solver, lower_bound_seconds=plan.lower_bound_seconds)
     made = plan_from_solution(problem, solution, origin=study.origin, static_memory=study.static_memory, compare=False)
-    assert study.in_place is not None
-    return replace(step, plan=made, schedule=study.in_place.carried_out(few))
+    return PlannedStep.of(step.step, study, made)
 
 
 class CompiledBlock(PlannedBlock):
@@ -118,9 +117,7 @@ class _Code:
 
     def held_by(self, step: PlannedStep) -> tuple[int, int]:
         """Return the peak of a planned step, and what its blocks hold, each alone, added up."""
-        assert step.study.in_place is not None
-        single_costs = step.study.in_place.single_costs
-        costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, single_costs, strict=True)}
+        costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, step.single_costs, strict=True)}
         blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._around.blocks.items()}
         graph = self._around.put_together(blocks).graph
         around = [_FREE if o.region else costs[o.key] for o in graph.operations]

@@ -6,16 +6,13 @@ hand. A formula is a guess until another size, made plain too, was found to be w
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves
 
 from planner.analysis.study import Study
 from planner.capture.device import of_model
@@ -24,19 +21,15 @@ from planner.capture.inputs import new_bytes
 from planner.capture.joint import fake_mode_of, is_cudnn_rnn
 from planner.capture.recurrent import is_onednn_lstm
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
-from planner.capture.torch_internals import FakeTensorMode, storage_id
+from planner.capture.torch_internals import FakeTensorMode
 from planner.common import timings
 from planner.common.units import round_up
-from planner.ir.graph import OperationCost
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
-from planner.ir.resized import resized, scaled
 from planner.ir.static_memory import StaticMemory
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
 from planner.session.step import LoweredStep, PlannedStep, called_with, fingerprint_of
-
-Memories = dict[tuple[int, torch.dtype], Tensor]
-"""What tensors of one call look at, flat, by storage and type."""
 
 
 class UnknownSizeError(Exception):
@@ -72,24 +65,13 @@ class _Call:
         self._arguments = fx.map_arg((node.args, node.kwargs), copied)
         self._node = graph.call_function(node.target, *self._arguments)  # type: ignore[arg-type]
         self._values.append((self._node, _sized(node, known, mode)))
-        self._share_memory()
-
-    def _share_memory(self) -> None:
-        """Let tensors look at one memory that did when the step was made plain, or at a part of one."""
-        layouts = [one for _, value in self._values for one in tree_leaves(value) if isinstance(one, _Layout)]
-        readers = Counter(storage_id(layout.plain) for layout in layouts)
-        for layout in layouts:
-            layout.is_alone = readers[storage_id(layout.plain)] == 1 and layout.is_whole
 
     def at(self, sizes: Sizes) -> fx.Node:
         def number(argument: Any) -> Any:
             return sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
 
-        memories: Memories = {}
         for node, value in self._values:
-            node.meta["val"] = map_aggregate(
-                value, lambda one: one.at(sizes, memories) if isinstance(one, _Layout) else one
-            )
+            node.meta["val"] = map_aggregate(value, lambda one: one.at(sizes) if isinstance(one, _Layout) else one)
         self._node.args, self._node.kwargs = map_aggregate(self._arguments, number)
         return self._node
 
@@ -105,22 +87,15 @@ def _sized(node: fx.Node, known: Sizes, mode: FakeTensorMode) -> Any:
     return layouts(node.meta["val"], node.meta.get(SYMBOLIC_VALUE))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Layout:
-    """How a tensor is laid out at any sizes."""
+    """Shape and strides of a tensor at any sizes, in symbols."""
 
     plain: Tensor
     shape: tuple[Any, ...]
-    """In symbols."""
     strides: tuple[Any, ...]
-    """Likewise; None along what is one element long, for the one from which the next dimension goes on."""
-    offset: Any
-    """Likewise."""
-    memory_bytes: Any
-    """Likewise; None where nothing is known of the memory behind it."""
+    """None along what is one element long, for the one from which the next dimension goes on."""
     mode: FakeTensorMode
-    is_alone: bool = True
-    """Whether no other tensor of the call looks at its memory, nor is there more of that."""
 
     @classmethod
     def of(cls, plain: Tensor, symbolic: Any, known: Sizes, mode: FakeTensorMode) -> _Layout:
@@ -145,18 +120,10 @@ class _Layout:
                 strides.append(0)
             else:
                 raise UnknownSizeError("a kernel lays its result out in its own way")
-        offset = expression_of(symbolic.storage_offset())
-        memory_bytes = expression_of(symbolic.untyped_storage().nbytes())
-        is_known = (known.of(offset), known.of(memory_bytes)) == (plain.storage_offset(), _memory_bytes(plain))
-        return cls(plain, shape, tuple(strides), offset, memory_bytes if is_known else None, mode)
+        return cls(plain, shape, tuple(strides), mode)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all that there is in its memory."""
-        return self.memory_bytes is None or self.plain.nbytes == _memory_bytes(self.plain)
-
-    def at(self, sizes: Sizes, memories: Memories) -> Tensor:
-        """Return such a tensor without data, on memory that is shared as it was."""
+    def at(self, sizes: Sizes) -> Tensor:
+        """Return such a tensor without data, on memory of its own."""
         plain, shape = self.plain, [*map(sizes.of, self.shape)]
         strides = [0] * len(shape)
         for d in reversed(range(len(shape))):
@@ -166,20 +133,9 @@ class _Layout:
                 strides[d] = _whole(shape, strides, d + 1)
             else:
                 raise UnknownSizeError("a kernel lays its result out in its own way")
-        if self.is_alone or self.memory_bytes is None:
-            if shape == [*plain.shape] and strides == [*plain.stride()]:
-                return plain
-            return without_data(self.mode, shape, strides, plain.dtype, plain.device)
-        key = storage_id(plain), plain.dtype
-        if key not in memories:
-            elements = sizes.of(self.memory_bytes) // plain.element_size()
-            memories[key] = torch.empty(elements, dtype=plain.dtype, device="meta")
-        offset = sizes.of(self.offset)
-        return without_data(self.mode, shape, strides, plain.dtype, plain.device, memories[key], offset)
-
-
-def _memory_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+        if shape == [*plain.shape] and strides == [*plain.stride()]:
+            return plain
+        return without_data(self.mode, shape, strides, plain.dtype, plain.device)
 
 
 def _whole(shape: Sequence[int], strides: Sequence[int], dimension: int) -> int:
@@ -208,14 +164,14 @@ class SizedStep:
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
         around = self._around(self.inputs(joint.inputs))
-        graph = resized(lowered.graph, values_bytes, around.static_bytes)
+        graph = _resized(lowered.graph, values_bytes, around.static_bytes)
         return replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
 
     def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
         """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
         step = self.lowered_at(given, sizes)
         graph, around = step.lowered.graph, step.static_memory
-        costs = scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
+        costs = _scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
         in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
         study = replace(
             self.study,
@@ -238,10 +194,7 @@ class SizedStep:
     ) -> PlannedStep:
         """Plan the step for what the program is given, with what eager's needs there."""
         step, study = self.at(given, sizes, eager)
-        plan = plan_study(study)
-        assert study.in_place is not None
-        schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
-        return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
+        return PlannedStep.of(step, study, plan_study(study))
 
     def agrees(self, other: SizedStep, given: Sequence[Any]) -> bool:
         """Whether what is said here of the sizes of another step is what that is."""
@@ -359,3 +312,25 @@ def _sizes_of(node: fx.Node) -> Iterator[Any]:
         if isinstance(tensor, Tensor):
             yield expression_of(tensor.untyped_storage().nbytes())
             yield expression_of(tensor.numel() * tensor.element_size())
+
+
+def _resized(graph: TrainingGraph, values_bytes: Sequence[int], static_bytes: Mapping[str, int]) -> TrainingGraph:
+    """Return a graph with values of these bytes, and this much resident around it."""
+    values = tuple(
+        value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
+        for value, size_bytes in zip(graph.values, values_bytes, strict=True)
+    )
+    return replace(graph, values=values, static_bytes=dict(static_bytes))
+
+
+def _scaled(
+    costs: Sequence[OperationCost], before: TrainingGraph, now: TrainingGraph, workspaces_bytes: Sequence[int]
+) -> tuple[OperationCost, ...]:
+    """Return costs with times scaled by the bytes that operations touch, and these workspaces."""
+    made = []
+    for operation, cost, workspace_bytes in zip(before.operations, costs, workspaces_bytes, strict=True):
+        touched = (*operation.inputs, *operation.outputs)
+        old_bytes = sum(before.values[value].size_bytes for value in touched)
+        scale = sum(now.values[value].size_bytes for value in touched) / old_bytes if old_bytes else 1.0
+        made.append(replace(cost, seconds=cost.seconds * scale, workspace_bytes=workspace_bytes))
+    return tuple(made)

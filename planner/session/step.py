@@ -146,22 +146,6 @@ def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, 
 
 
 @dataclass(frozen=True)
-class PlannedStep:
-    """A plan together with the graph that it was made for."""
-
-    lowered: LoweredGraph
-    costs: tuple[OperationCost, ...]
-    plan: Plan
-    schedule: Schedule
-    """Of the lowered graph's operations."""
-    over: Mapping[int, int]
-    """For each of them that writes over an input, the value whose place its result takes."""
-    step: LoweredStep
-    """With what surrounds it."""
-    study: Study
-
-
-@dataclass(frozen=True)
 class LoweredStep:
     """A captured step with everything that is resident around it, on the device that the plan is for."""
 
@@ -174,6 +158,40 @@ class LoweredStep:
     capture_seconds: float = 0.0
     may_overwrite: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """For operations that can write over an input, the values that may be it."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan together with the step that it was made for."""
+
+    step: LoweredStep
+    study: Study
+    plan: Plan
+    schedule: Schedule
+    """Of the lowered graph's operations."""
+
+    @classmethod
+    def of(cls, step: LoweredStep, study: Study, plan: Plan) -> PlannedStep:
+        """Take the plan of a study of a lowered step."""
+        assert study.in_place is not None
+        return cls(step, study, plan, study.in_place.carried_out(plan.schedule_for(study.graph)))
+
+    @property
+    def lowered(self) -> LoweredGraph:
+        """The captured graph, lowered."""
+        return self.step.lowered
+
+    @property
+    def over(self) -> Mapping[int, int]:
+        """For each operation that writes over an input, the value whose place its result takes."""
+        assert self.study.in_place is not None
+        return self.study.in_place.over
+
+    @property
+    def single_costs(self) -> tuple[OperationCost, ...]:
+        """What the lowered graph's operations cost, before some were joined."""
+        assert self.study.in_place is not None
+        return self.study.in_place.single_costs
 
 
 @timings.stage("lowering")
@@ -331,9 +349,7 @@ def plan_lowered(
         # A plan that was made before operations wrote in place may need them one by one.
         study = study_lowered(model, replace(step, may_overwrite={}), options)
         plan = plan_study(study, options, reuse=reuse, must_match=must_match)
-    assert study.in_place is not None
-    schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
-    return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
+    return PlannedStep.of(step, study, plan)
 
 
 def _assumptions(joint: JointGraph) -> Iterator[Finding]:
