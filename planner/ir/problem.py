@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.common.limits import Progress as Progress
@@ -38,6 +38,10 @@ class Problem:
     def baseline(self) -> Evaluation:
         """The step without any recompute."""
         return simulate(self.graph, self.costs, Schedule.keep_all(self.graph))
+
+    def without_policy(self) -> Problem:
+        """Return the problem of those who follow no policy: what it saves cannot be recomputed all the same."""
+        return replace(self, decisions=Decisions())
 
     def evaluate(self, schedule: Schedule) -> Evaluation:
         """Simulate a schedule; what was simulated last is at hand."""

@@ -28,6 +28,7 @@ from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
 from planner.plans.ordering import smallest_budgets
 from planner.plans.plan import CapturedOrder, OperationRow, Plan, PlanOrigin
+from planner.plans.policy_reduction import policy_finding
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
 
@@ -61,7 +62,7 @@ def plan_from_solution(
             ends = smallest_budgets(captured, problem, schedule, limits or SolveLimits(), static_memory)
             lowest_bytes, proven_bytes = ends
             beside = {
-                "baselines": tuple(baseline_rows(captured, problem, solution)),
+                "baselines": tuple(baseline_rows(captured.without_policy(), problem.without_policy(), solution)),
                 "details": step_details(captured, problem, schedule, evaluation),
                 "values": value_table(problem, schedule) if problem.regions is None else None,
             }
@@ -134,6 +135,8 @@ def _warnings(
     problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits, smallest_bytes: int | None
 ) -> Iterator[Finding]:
     """Look for what limits a plan, of which this is the simulation; see :func:`price_finding`."""
+    if (policy := policy_finding(problem)) is not None:
+        yield policy
     offloads = solution.schedule.offloads
     if lossy := [offload for offload in offloads if offload.lossy]:
         size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)

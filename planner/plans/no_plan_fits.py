@@ -14,6 +14,7 @@ from planner.plans.allocator import OPTIMIZER_STEP, whole_peak_bytes
 from planner.plans.liveness import locate_operation
 from planner.plans.ordering import in_orders_tried, lowest_plan_known
 from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
+from planner.plans.policy_reduction import decided_operations
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known
@@ -67,7 +68,8 @@ def no_plan_fits(
     found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
     found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
     found += f" is {smallest}"
-    message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, search.solver, error)}"
+    way_out = decided_operations(problem) or _way_out(problem, smallest_bytes, search.solver, error)
+    message = f"{found}, bound by {where}; {way_out}"
     report = {
         "schema": SCHEMA,
         "model": graph.name,

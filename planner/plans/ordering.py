@@ -13,11 +13,12 @@ from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
+from planner.plans.policy_reduction import PolicyReduction
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known
 from planner.solving.orders import Order, promising_order
-from planner.solving.peak_bounds import lowest_peak
+from planner.solving.peak_bounds import lowest_peak, proven_lowest
 
 _TRIAL_SHARE = 0.2
 """Of the time, for each order: then the one with the cheaper plan has what is left."""
@@ -148,6 +149,8 @@ def _smallest(
     A plan's own schedule is among those that are known.
     """
     own_bytes = whole_peak_bytes(problem, schedule, static_memory)
+    if problem.decisions.moves:  # a lower schedule need not follow the policy
+        return own_bytes, proven_lowest(PolicyReduction(problem).problem) + problem.graph.total_static_bytes
     if problem.regions is not None:
         lowest = lowest_choice(problem, limits.clock())
         return min(own_bytes, whole_peak_bytes(problem, lowest, static_memory)), 0

@@ -11,6 +11,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
+from planner.ir.policy import Decisions, Policy, decide, run_once
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
@@ -19,6 +20,7 @@ from planner.plans.from_solution import plan_from_solution
 from planner.plans.no_plan_fits import no_plan_fits, too_little
 from planner.plans.ordering import lowest_plan_known, solved_in_best_order
 from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.policy_reduction import solved_by_policy
 from planner.solvers import solved
 from planner.solvers.auto import AutoSolver
 from planner.solving import lowest_known, solution_cache
@@ -40,10 +42,12 @@ def make_problem(
     host: Host | None = None,
     regions: tuple[Region, ...] | None = None,
     whole_bytes: int | None = None,
+    policy: Policy | None = None,
 ) -> Problem:
     """Return the problem that a budget poses: what is resident is subtracted here, and only here.
 
-    A percentage is of ``whole_bytes``, if they are given, else of the given graph's peak without recompute.
+    A percentage is of ``whole_bytes``, if they are given, else of the given graph's peak without recompute. Where a
+    policy moves values, the order of operations is fixed: another order would number them anew.
     """
     static_bytes = graph.total_static_bytes
     if whole_bytes is None:
@@ -51,7 +55,18 @@ def make_problem(
     there_bytes = static_bytes + graph.found_bytes
     limit_bytes = max(budget.in_bytes(max(whole_bytes, there_bytes), there_bytes), budget.at_least_bytes) - static_bytes
     graph = graph_for(graph, host)
-    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
+    decisions = Decisions() if policy is None else decide(graph, policy, can_offload=host is not None)
+    graph = run_once(graph, decisions)
+    if decisions.moves:
+        graph = replace(graph, runs_after=None)
+    return Problem(
+        graph=graph,
+        costs=tuple(costs),
+        budget_bytes=limit_bytes,
+        host=host,
+        regions=regions,
+        decisions=decisions,
+    )
 
 
 def unplanned_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> int:
@@ -91,7 +106,7 @@ def make_plan(
                 problem,
                 static_memory,
                 lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
-                lambda: None if search.deterministic else lowest_known.said(problem),
+                lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
             )
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
@@ -166,6 +181,8 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
 
 def _solved(problem: Problem, search: Search) -> Solution:
     """Return the solution that was found before, or search for one and keep it."""
+    if problem.decisions.moves:
+        return solved_by_policy(problem, lambda asked: _solved(asked, search))
     if problem.regions is not None:  # what is kept does not say which regions were chosen
         return solved(problem, search.solver, effort=search, progress=search.progress)
     key = solution_cache.key_of(problem, search.solver, search)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
+from planner.errors import InfeasibleBudgetError
+from planner.findings.finding import Finding, Severity
 from planner.ir.graph import Operation, OperationCost, Phase, Value
 from planner.ir.policy import backward_begins, held_against, read_by_backward
 from planner.ir.problem import Problem, Solution
@@ -12,23 +14,61 @@ from planner.ir.schedule import Offload, Schedule
 
 
 def solved_by_policy(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
-    """Solve a problem so that its policy is followed; the bound is of all plans that follow it.
+    """Solve a problem with decisions that move values; the bound is of all plans that follow the policy.
 
     A recomputed operation of the forward may read a decided value that the forward left. Such operations must then run
     once, and the problem is solved again: that ends, since each time fewer may run again.
     """
-    if not problem.decisions.moves:
-        return solve(problem)
     once: set[int] = set()
     bound_seconds: float | None = None
     while True:
         reduction = PolicyReduction(problem, once)
-        found = reduction.invert(solve(reduction.problem))
+        try:
+            found = reduction.invert(solve(reduction.problem))
+        except InfeasibleBudgetError as error:  # its lowest schedule is of the reduction's graph
+            raise InfeasibleBudgetError(
+                str(error),
+                minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes,
+                operation=error.operation,
+                is_proven=error.is_proven and not once,
+                lower_bound_seconds=error.lower_bound_seconds,
+            ) from error
         bound_seconds = found.lower_bound_seconds if bound_seconds is None else bound_seconds
         against = held_against(problem.graph, problem.decisions, found.schedule)
         if not against:
             return replace(found, lower_bound_seconds=min(bound_seconds, found.added_seconds))
         once |= against
+
+
+def policy_finding(problem: Problem) -> Finding | None:
+    """Say what a policy decided, and what it wants that cannot be; None where it decided nothing."""
+    decisions = problem.decisions
+    counts = {"saved": decisions.save, "recomputed": decisions.recompute, "offloaded": decisions.offload}
+    decided = ", ".join(f"{len(operations)} {word}" for word, operations in counts.items() if operations)
+    if not decided and not decisions.ignored:
+        return None
+    cause = "the solver decides the others"
+    if decisions.ignored:
+        cause += f"; {len(decisions.ignored)} cannot be recomputed or offloaded: {', '.join(decisions.ignored[:5])}"
+    return Finding(
+        rule="policy",
+        severity=Severity.WARNING if decisions.ignored else Severity.NOTE,
+        evidence=f"operations decided by the policy: {decided or 'none'}",
+        cause=cause,
+        fix="answer None for them" if decisions.ignored else "nothing; without the policy plans may cost less",
+    )
+
+
+def decided_operations(problem: Problem) -> str:
+    """Name the operations that a policy decided, those with the largest results first, for an error."""
+    graph, decisions = problem.graph, problem.decisions
+    largest = sorted(
+        decisions.save | decisions.recompute | decisions.offload,
+        key=lambda index: -sum(graph.values[value].size_bytes for value in graph.operations[index].outputs),
+    )
+    named = ", ".join(graph.operations[index].key for index in largest[:3])
+    more = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+    return f"the policy decides {named}{more}: answer None for them, or give a larger budget" if largest else ""
 
 
 class PolicyReduction:

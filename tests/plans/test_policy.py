@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import solvers
+from planner.common.options import Budget, Search
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.host import Host
 from planner.ir.policy import Decisions, backward_begins, decide, held_against, read_by_backward, run_once
 from planner.ir.problem import Problem, confirm
+from planner.plans.plan import NoPlanFitsError
+from planner.plans.planning import make_plan, make_problem
 from planner.plans.policy_reduction import PolicyReduction, solved_by_policy
 from tests import oracle
 
@@ -74,3 +77,25 @@ def test_answers_that_are_none_and_offload_without_a_host_are_refused():
         decide(graph, lambda operation: "keep", can_offload=False)  # type: ignore[arg-type, return-value]
     with pytest.raises(UsageError, match="give offload=True"):
         decide(graph, lambda operation: "offload", can_offload=False)
+
+
+def test_a_plan_follows_the_policy_and_says_so():
+    graph, costs = oracle.gpt_like(2, vocabulary=512)
+    free = make_plan(make_problem(graph, costs, Budget(budget="100%")), Search(solver="sqrt", deterministic=True, compare=False))
+    assert not free.recomputations
+
+    def policy(operation):
+        return "recompute" if operation.output_bytes > 2**24 else None
+
+    plan = make_plan(make_problem(graph, costs, Budget(budget="100%"), policy=policy), Search(solver="sqrt", deterministic=True, compare=False))
+    (note,) = (warning for warning in plan.warnings if warning.rule == "policy")
+    assert "recomputed" in note.evidence
+    assert plan.recomputations and plan.peak_bytes < free.peak_bytes
+    assert plan.lower_bound_seconds > 0
+
+
+def test_a_policy_that_breaks_the_budget_is_named():
+    graph, costs = oracle.gpt_like(2, vocabulary=512)
+    problem = make_problem(graph, costs, Budget(budget="60%"), policy=lambda operation: "save")
+    with pytest.raises(NoPlanFitsError, match=r"the policy decides .*: answer None for them, or give a larger budget"):
+        make_plan(problem, Search(solver="sqrt", deterministic=True, compare=False))
