@@ -19,6 +19,7 @@ from planner.plans.planning import make_plan, make_problem
 from planner.plans.policy_reduction import PolicyReduction, solved_by_policy
 from tests import oracle
 
+SQRT = Search(solver="sqrt", deterministic=True, compare=False)
 HOST = Host(bytes_per_second=1.0, budget_bytes=10**6, least_bytes=1)
 
 
@@ -81,13 +82,18 @@ def test_answers_that_are_none_and_offload_without_a_host_are_refused():
 
 def test_a_plan_follows_the_policy_and_says_so():
     graph, costs = oracle.gpt_like(2, vocabulary=512)
-    free = make_plan(make_problem(graph, costs, Budget(budget="100%")), Search(solver="sqrt", deterministic=True, compare=False))
+    free = make_plan(
+        make_problem(graph, costs, Budget(budget="100%")), SQRT
+    )
     assert not free.recomputations
 
     def policy(operation):
         return "recompute" if operation.output_bytes > 2**24 else None
 
-    plan = make_plan(make_problem(graph, costs, Budget(budget="100%"), policy=policy), Search(solver="sqrt", deterministic=True, compare=False))
+    plan = make_plan(
+        make_problem(graph, costs, Budget(budget="100%"), policy=policy),
+        SQRT,
+    )
     (note,) = (warning for warning in plan.warnings if warning.rule == "policy")
     assert "recomputed" in note.evidence
     assert plan.recomputations and plan.peak_bytes < free.peak_bytes
@@ -98,4 +104,4 @@ def test_a_policy_that_breaks_the_budget_is_named():
     graph, costs = oracle.gpt_like(2, vocabulary=512)
     problem = make_problem(graph, costs, Budget(budget="60%"), policy=lambda operation: "save")
     with pytest.raises(NoPlanFitsError, match=r"the policy decides .*: answer None for them, or give a larger budget"):
-        make_plan(problem, Search(solver="sqrt", deterministic=True, compare=False))
+        make_plan(problem, SQRT)
