@@ -82,9 +82,7 @@ def test_answers_that_are_none_and_offload_without_a_host_are_refused():
 
 def test_a_plan_follows_the_policy_and_says_so():
     graph, costs = oracle.gpt_like(2, vocabulary=512)
-    free = make_plan(
-        make_problem(graph, costs, Budget(budget="100%")), SQRT
-    )
+    free = make_plan(make_problem(graph, costs, Budget(budget="100%")), SQRT)
     assert not free.recomputations
 
     def policy(operation):
