@@ -396,7 +396,16 @@ CASES: dict[str, Case] = {
         uses=lambda plan: plan.anatomy["gradients"] < 1.01 * 4 * (256 * 256 + 256 + 256 * 8 + 8),
     ),
 }  # fmt: skip
-SLOW = ("blocks, shared results", "sparse and dense gradient", "compressed rows", "modules under autocast, images")
+SLOW = (
+    "float64",
+    "halves",
+    "modules sent, branches",
+    "objects, modules",
+    "blocks, shared results",
+    "sparse and dense gradient",
+    "compressed rows",
+    "modules under autocast, images",
+)
 
 
 @pytest.mark.filterwarnings("ignore:what .* depends on data", "ignore:.* in place of", "ignore:Sparse CSR tensor")

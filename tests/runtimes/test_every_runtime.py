@@ -27,8 +27,8 @@ from tests.tiers import tiered
 SIZES = (128, 512, 16, 512)
 
 
-# Inductor calls a C++ compiler.
-@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor", "inductor_blocks"]))
+# Inductor calls a C++ compiler, and 'auto' is 'graph' here.
+@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor", "inductor_blocks", "auto"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 
@@ -182,7 +182,7 @@ WANTED = torch.randn(512, 512)
 @pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], quick=["graph"]))
 def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
     model, example = Wide(), (rows(512), WANTED)
-    planner.auto_wrap(model, budget="100%", runtime=name)
+    planner.auto_wrap(model, budget="100%", runtime=name, time_limit_seconds=1.0)
     model(*example).backward()
     hold_peak(model, example)
 
@@ -190,7 +190,7 @@ def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
 @pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], slow=["regional"]))
 def test_a_loss_outside_that_shrinks_is_held_until_the_backward_ends(name: str) -> None:
     model, loss_fn = Wide(), lambda given: F.mse_loss(given, WANTED)
-    planner.auto_wrap(model, budget="90%", loss_fn=loss_fn, runtime=name)
+    planner.auto_wrap(model, budget="90%", loss_fn=loss_fn, runtime=name, time_limit_seconds=1.0)
     loss_fn(model(rows(512))).backward()
     hold_peak(model, rows(512), loss_fn=loss_fn)
 

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import planner
 from planner.errors import UsageError
 from tests.models import WIDTH, Stack, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
+from tests.tiers import tiered
 
 
 def build() -> Stack:
@@ -234,8 +236,13 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("transform", "runtime"),
+    tiered(
+        product(TRANSFORMS, ["graph", "modules", "regional"]),
+        quick=[*product(TRANSFORMS, ["graph"]), *product(["torch.func.grad"], ["modules", "regional"])],
+    ),
+)
 def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str) -> None:
     plain, model = beside(Stack(2), activation_budget="100%", runtime=runtime)
     expected, found = (TRANSFORMS[transform](one, rows()) for one in (plain, model))
@@ -281,7 +288,7 @@ def test_a_part_that_is_wrapped_belongs_to_the_plan_of_the_whole(runtime: str) -
     model = Pair()
     wrapped(model.left, runtime=runtime)
     step(model.left, rows(512))
-    wrap_and_hold(model, rows(512), activation_budget="80%", runtime=runtime)
+    wrap_and_hold(model, rows(512), activation_budget="80%", runtime=runtime, time_limit_seconds=1.0)
 
 
 def test_models_may_train_in_threads_of_their_own() -> None:

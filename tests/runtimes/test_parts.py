@@ -79,11 +79,11 @@ def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
     smallest = {}
     for runtime in ("parts", "modules"):
         with pytest.raises(InfeasibleBudgetError) as refused:
-            planner.plan(model, rows(), budget="1%", runtime=runtime)
+            planner.plan(model, rows(), budget="1%", runtime=runtime, time_limit_seconds=1.0)
         smallest[runtime] = refused.value.minimum_feasible_peak_bytes
     assert smallest["parts"] < smallest["modules"]
     with pytest.warns(UserWarning, match="runtime 'parts' in place of 'graph'"):
-        plan = wrap_and_hold(model, rows(), budget=smallest["parts"])
+        plan = wrap_and_hold(model, rows(), budget=smallest["parts"], time_limit_seconds=1.0)
     assert plan.runtime == "parts"
 
 
@@ -105,8 +105,9 @@ def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
     model = Looks(Chain)
     plain = copy.deepcopy(model)
     with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(model, rows(), budget="1%", runtime="modules")
-    planner.auto_wrap(model, budget=refused.value.minimum_feasible_peak_bytes - 4096, maximum_shapes=1)
+        planner.plan(model, rows(), budget="1%", runtime="modules", time_limit_seconds=1.0)
+    budget_bytes = refused.value.minimum_feasible_peak_bytes - 4096
+    planner.auto_wrap(model, budget=budget_bytes, maximum_shapes=1, time_limit_seconds=1.0)
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
         assert_same(train(plain, rows()), train(model, rows()))
     with pytest.warns(UserWarning, match="were captured 1 times.* run under the runtime 'modules'"):

@@ -134,7 +134,7 @@ def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypa
 
 def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_SECONDS_OF_AN_OPERATION", 0.0)
-    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False)
+    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False, time_limit_seconds=1.0)
     model = planner.auto_wrap(Stack(), plan=plan)
     for count in (256, 200, 230, 160, 160, 200):
         made = step(model, rows(count))
@@ -142,7 +142,7 @@ def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> None:
-    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False)
+    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False, time_limit_seconds=1.0)
     assert plan.added_seconds > 0 and not in_vain_seconds(plan)
     taken = replace(plan, solver=f"{plan.solver} (reused)")
     freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
