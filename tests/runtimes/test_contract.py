@@ -397,15 +397,9 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 SLOW = (
-    "float64",
-    "halves",
-    "modules sent, branches",
-    "objects, modules",
-    "blocks, shared results",
-    "sparse and dense gradient",
-    "compressed rows",
-    "modules under autocast, images",
-)
+    "float64", "halves", "modules sent, branches", "objects, modules", "blocks, shared results",
+    "sparse and dense gradient", "compressed rows", "modules under autocast, images",
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:what .* depends on data", "ignore:.* in place of", "ignore:Sparse CSR tensor")
