@@ -25,7 +25,7 @@ from torch import fx
 from benchmarks import common
 from benchmarks.cases import ZOO_SIZES
 from benchmarks.common import Result, mebibytes, percent
-from planner import api, zoo
+from planner import Search, api, zoo
 from planner.capture import operands
 from planner.capture.inputs import Inputs
 from planner.capture.joint import is_tangent, tensors_of
@@ -136,9 +136,8 @@ def _row(
     try:
         measured = api.verify(
             loaded.model,
-            loaded.example_args,
+            Inputs.of(loaded.example_args, loaded.example_kwargs),
             plan,
-            example_kwargs=loaded.example_kwargs,
             loss_fn=loaded.loss_fn,
             timed_steps=_PAIRS,
         )
@@ -164,14 +163,12 @@ def _row(
 def _plan(loaded: ZooModel, args: argparse.Namespace, budget_bytes: int, *, compare: bool = False) -> Plan:
     return api.plan(
         loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
-        loss_fn=loaded.loss_fn,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
         budget=budget_bytes,
-        cost_model=args.cost_model,
-        time_limit_seconds=args.time_limit,
+        target=Target(cost_model=args.cost_model),
+        search=Search(time_limit_seconds=args.time_limit, compare=compare),
+        loss_fn=loaded.loss_fn,
         name=loaded.name,
-        compare=compare,
     )
 
 

@@ -170,8 +170,8 @@ def table_of(sizes: Sizes, length: int, device: DeviceSpec) -> ModelTable:
     finally:
         torch.set_default_dtype(torch.float32)
     options = Options(
-        target=Target(device="a100-80" if device is A100 else "h100", cost_model="roofline"),
-        training=Training(optimizer="adamw", master_weights=True),
+        target=Target("a100-80" if device is A100 else "h100", cost_model="roofline"),
+        training=Training("adamw", master_weights=True),
         name="model",
     )
     return deeper(split_table(model, Inputs.of(tokens), None, options, tokens=length), sizes.layers)
@@ -338,8 +338,8 @@ def searches() -> list[Result]:
 def _zoo_table() -> ModelTable:
     loaded = zoo.build("llama-7b", batch_size=1, layers=PROBED_LAYERS, fake_mode=fake_mode())
     options = Options(
-        target=Target(device="h100", cost_model="roofline"),
-        training=Training(optimizer="adamw", master_weights=True),
+        target=Target("h100", cost_model="roofline"),
+        training=Training("adamw", master_weights=True),
     )
     inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
     return deeper(split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=2048), 32)

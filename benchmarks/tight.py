@@ -180,7 +180,7 @@ def lowered(name: str, make: Callable[[], ZooModel], device: str) -> Costed:
     with fake_mode():
         made = make()
     joint = capture(made.model, Inputs.of(made.example_kwargs))
-    options = Options(target=Target(device=device), name=name)
+    options = Options(target=Target(device), name=name)
     step = lower_step(made.model, joint, options)
     return step.lowered.graph, tuple(operation_costs(step.lowered.graph, step.spec, options.target.cost_model))
 

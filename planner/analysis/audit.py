@@ -9,7 +9,7 @@ from typing import Any
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.json_reader import attributes
-from planner.common.options import LEAST_BYTES, Budget, Offload, Search, chunks_of
+from planner.common.options import LEAST_BYTES, Offload, Search, chunks_of
 from planner.common.registry import did_you_mean
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
@@ -140,16 +140,15 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search) -> Plan:
     """Return the cheapest plan known within a budget, maybe the set-up: it may offload and round as that does."""
     fits = setup.peak_bytes <= budget_bytes
-    offload = Offload()
+    offload = Offload(False)
     if setup.host_bytes:
         offload = Offload(
-            offload=True,
             host_budget=setup.host_bytes,
-            offload_at_least=study.least_offloaded(setup.schedule),
-            offload_lossy=any(offload.lossy for offload in setup.schedule.offloads),
+            at_least=study.least_offloaded(setup.schedule),
+            lossy=any(offload.lossy for offload in setup.schedule.offloads),
         )
     try:
-        found = study.planned(Budget(budget=budget_bytes), replace(search, compare=False), offload)
+        found = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)
     except NoPlanFitsError as error:
         if not fits:
             raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner import solvers, strategies
-from planner.common.options import Offload, Training
+from planner.common.options import Offload, Runtime, Training
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
@@ -20,24 +22,24 @@ def whole_graph(runtime: str, why: str) -> str:
     return "graph"
 
 
-def graphs_runtime(runtime: str, training: Training, asked: Offload) -> str:
+def graphs_runtime(runtime: Runtime, training: Training, asked: Offload) -> Runtime:
     """Return the runtime for a plan with or without CUDA graphs."""
-    if not training.cuda_graphs:
+    if not runtime.cuda_graphs:
         return runtime
     others = {
-        "offload": asked.offload,
+        "offload": asked.enabled,
         "ranks": training.ranks > 1,
     }
     for name in (name for name, is_asked in others.items() if is_asked):
         raise UsageError(f"cuda_graphs=True captures the steps of one device and one stream: leave out {name}")
-    return whole_graph(runtime, "CUDA graphs are captured under the runtime 'graph'")
+    return replace(runtime, name=whole_graph(runtime.name, "CUDA graphs are captured under the runtime 'graph'"))
 
 
 def offloading_runtime(runtime: str, asked: Offload) -> str:
     """Return the runtime for a plan with or without offload."""
-    if asked.offload_lossy:
+    if asked.lossy:
         return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
-    if not asked.offload:
+    if not asked.enabled:
         return runtime
     if runtime not in ("auto", *_OFFLOAD):
         raise UsageError(f"{_ONLY_THESE_OFFLOAD}: leave out runtime={runtime!r}")

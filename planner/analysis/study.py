@@ -10,7 +10,7 @@ from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
 from planner.analysis.compatibility import check_solver, check_strategy, offloading_runtime
 from planner.common.limits import Clock, SolveLimits
-from planner.common.options import LEAST_BYTES, Budget, Offload, Search, picked
+from planner.common.options import LEAST_BYTES, Budget, Offload, Search, group
 from planner.common.units import Size, format_bytes
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.checkpoints import Region, schedule_of
@@ -84,7 +84,7 @@ class Study:
         """Return the problem that a budget for the whole device poses: by default what the step takes unplanned."""
         if budget is None:
             budget = self._unplanned_bytes
-        return self.posed(Budget(budget=budget))
+        return self.posed(Budget(budget))
 
     def posed(self, budget: Budget, host: Host | None = None) -> Problem:
         """Return the problem that any budget poses, with a host's memory or without."""
@@ -99,9 +99,9 @@ class Study:
 
     def host_for(self, asked: Offload) -> Host | None:
         """Return the host memory that is asked for, None if nothing may be offloaded."""
-        if not asked.offload:
+        if not asked.enabled:
             return None
-        return self.host(asked.host_budget, asked.offload_at_least, lossy=asked.offload_lossy)
+        return self.host(asked.host_budget, asked.at_least, lossy=asked.lossy)
 
     def unlimited_host(self) -> Host | None:
         """Return the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
@@ -117,38 +117,36 @@ class Study:
 
     def plan(
         self,
+        budget: Budget | Size | None = None,
         *,
-        budget: Size | None = None,
-        activation_budget: Size | None = None,
-        at_least_bytes: int = 0,
-        strategy: str | None = None,
-        solver: str = "auto",
-        time_limit_seconds: float = 10.0,
-        deterministic: bool = False,
-        seed: int = 0,
-        offload: bool = False,
-        host_budget: Size | None = None,
-        offload_at_least: Size = LEAST_BYTES,
-        offload_lossy: bool = False,
-        compare: bool = True,
-        progress: Progress | None = None,
+        search: Search | str = "auto",
+        offload: Offload | bool = False,
     ) -> Plan:
-        """Plan the step; the keywords are those of :func:`planner.plan`, and ``at_least_bytes`` of ``Budget``."""
-        asked = locals()
-        return self.planned(picked(Budget, asked), picked(Search, asked), picked(Offload, asked), strategy)
+        """Plan the step, or write out what an established system does with it.
 
-    def planned(self, budget: Budget, search: Search, offload: Offload, strategy: str | None = None) -> Plan:
-        """Plan the step, or write out what an established system does with it."""
+        Parameters
+        ----------
+        budget : int, float, str or Budget
+            What the device may hold, what the step may allocate, or the strategy of an established system.
+        search : str or Search
+            How the plan is looked for.
+        offload : bool or Offload
+            Whether values may wait in the host's memory too.
+
+        Returns
+        -------
+        Plan
+        """
+        budget, search, offload = Budget.of(budget), group(Search, search), group(Offload, offload)
         check_solver(self.origin.runtime, search.solver)
         if self.regions is not None:
             offloading_runtime("modules", offload)
-        check_strategy(strategy, self.origin.runtime, offload=offload.offload)
-        if strategy is not None:
+        check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled)
+        if budget.strategy is not None:
             return self.as_plan(
-                self.strategy(strategy),
-                strategy,
-                budget=budget.budget,
-                activation_budget=budget.activation_budget,
+                self.strategy(budget.strategy),
+                budget.strategy,
+                budget=budget,
                 bound_by=search if search.compare else None,
                 compare=search.compare,
                 progress=search.progress,
@@ -162,8 +160,7 @@ class Study:
         schedule: Schedule,
         name: str,
         *,
-        budget: Size | None = None,
-        activation_budget: Size | None = None,
+        budget: Budget | Size | None = None,
         lower_bound_seconds: float = 0.0,
         bound_by: SolveLimits | None = None,
         compare: bool = False,
@@ -180,8 +177,8 @@ class Study:
         needed_bytes = max(
             whole_peak_bytes(alone, schedule, self.static_memory), optimizer_peak_bytes(self.graph, self.static_memory)
         )
-        asked = Budget(budget=budget, activation_budget=activation_budget)
-        problem = self.posed(asked if asked.is_given else Budget(budget=needed_bytes))
+        asked = Budget.of(budget)
+        problem = self.posed(asked if asked.is_given else Budget(needed_bytes))
         budget_bytes = problem.budget_bytes + static_bytes
         if needed_bytes > budget_bytes:
             raise InfeasibleBudgetError(

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from planner.common.options import AUTO, OFF, PARALLEL, Chunk, Offload, Search, Target, Training
+from planner.common.options import AUTO, OFF, PARALLEL, Chunk, Offload, Search, Target, Training, flat_name
 from planner.common.units import parse_size
 from planner.errors import UsageError
 
@@ -135,11 +135,12 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
     ``told`` is by name what the parser is told of an option in this place alone.
     """
     for field in fields(group):
-        if field.name in _TOLD and (not only or field.name in only):
-            how = {"dest": field.name, "default": field.default, **_TOLD[field.name], **told.get(field.name, {})}
-            if field.default is False:
-                how["action"] = "store_true"
-            parser.add_argument(how.pop("flag", f"--{field.name.replace('_', '-')}"), **how)
+        name = flat_name(field)
+        if name in _TOLD and (not only or name in only):
+            how = {"dest": name, "default": field.default, **_TOLD[name], **told.get(name, {})}
+            if field.type == "bool":
+                how |= {"action": "store_true", "default": False}
+            parser.add_argument(how.pop("flag", f"--{name.replace('_', '-')}"), **how)
 
 
 class AboutModel:
@@ -148,8 +149,7 @@ class AboutModel:
     def parents(self) -> Sequence[Parser]:
         """Return the options on the model, and on what surrounds the step; names are checked where they are known."""
         training = Parser(add_help=False)
-        around = (field.name for field in fields(Training) if field.name != "cuda_graphs")  # which is how the step runs
-        add(training.add_argument_group("what else is on the device"), Training, *around)
+        add(training.add_argument_group("what else is on the device"), Training)
         return model_options(), training
 
 

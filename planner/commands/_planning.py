@@ -12,7 +12,7 @@ from planner.commands import _asked
 from planner.commands._terminal import hand_out, show
 from planner.common import timings
 from planner.common.limits import Progress
-from planner.common.options import OFF, Budget, Offload, Search, Target, Training, picked
+from planner.common.options import OFF, Budget, Offload, Runtime, Search, Target, Training, picked
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def report_budgets(args: argparse.Namespace) -> int:
     from planner.report import render_suggestions
 
     with _asked.working(args) as (progress, loaded):
-        asked = _asked.keywords(args, Target, Training) | {"deterministic": args.deterministic}
+        asked = _asked.keywords(args, Search, Target, Training)
         if args.runtime == "modules":
             asked["runtime"] = args.runtime
         study = _asked.ask_or_build(planner.study, args, loaded, progress, **asked)
@@ -86,8 +86,7 @@ def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved:
     """Make the plan, unless there is one, and verify it where that is asked for."""
     from planner import api
 
-    asked = _asked.keywords(args, Budget, Search, Offload, Target, Training)
-    asked |= {"strategy": args.strategy, "runtime": args.runtime, "chunk": args.chunk}
+    asked = _asked.keywords(args, Budget, Search, Offload, Runtime, Target, Training)
     if saved is not None:
         plan = saved
     elif args.verify or args.runtime == "graph":
@@ -98,9 +97,7 @@ def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved:
         return plan
     progress("running real steps")
     with timings.stage("real steps"):
-        verification = api.verify(
-            loaded.model, loaded.example_args, plan, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn
-        )
+        verification = api.verify(loaded.model, _asked.inputs_of(loaded), plan, loss_fn=loaded.loss_fn)
     return dataclasses.replace(plan, verification=verification)
 
 

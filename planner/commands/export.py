@@ -8,7 +8,7 @@ import sys
 from planner.commands import _asked
 from planner.commands._options import AboutModel, add, json_option
 from planner.commands._terminal import write_json
-from planner.common.options import Target, Training
+from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
 
 
@@ -46,7 +46,7 @@ class _Export(AboutModel):
                 args.name = plan.model  # of the zoo, unless the check below refuses it
             _asked.check_model(args)
             _asked.check_target(args)
-            runtime, asked = exporters.runtime_for(args.to), _asked.keywords(args, Target, Training)
+            runtime, asked = exporters.runtime_for(args.to), _asked.keywords(args, Search, Target, Training)
             with _asked.working(args) as (progress, loaded):
                 study = _asked.ask_or_build(planner.study, args, loaded, progress, runtime=runtime, **asked)
         made = exporters.export(plan, to=args.to, study=study)

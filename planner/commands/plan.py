@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planner.commands import _asked, _planning
 from planner.commands._options import AboutModel, add, budget_options, planning_options
-from planner.common.options import Training
+from planner.common.options import Runtime
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -25,7 +25,7 @@ class _Plan(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
-        add(parser, Training, "cuda_graphs")
+        add(parser, Runtime, "cuda_graphs")
         results = planning_options(parser)
         results.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")

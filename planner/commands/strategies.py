@@ -32,7 +32,7 @@ class _Strategies(AboutModel):
         for name in args.only:
             strategies.get(name)
         with _asked.working(args) as (progress, loaded):
-            study = _asked.ask(planner.study, loaded, progress, **_asked.keywords(args, Target, Training))
+            study = _asked.ask(planner.study, loaded, progress, **_asked.keywords(args, Search, Target, Training))
             found = compare(study, replace(picked(Search, vars(args)), progress=progress), args.only)
         hand_out(found.report(), args.json, partial(render_established, found))
         return 0

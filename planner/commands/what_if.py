@@ -231,7 +231,7 @@ class _Asking:
         args = _with(self.args, device=device) if device else self.args
         if device is None and runtime is None:
             return self.first()
-        asked = _asked.keywords(args, Target, Training)
+        asked = _asked.keywords(args, Search, Target, Training)
         return _asked.ask(planner.study, _asked.load(args, real=False), runtime=runtime or args.runtime, **asked)
 
     def first(self) -> Study:
@@ -259,11 +259,13 @@ class _Asking:
         return _asked.load(args, real=False, mode=self._mode)
 
     def _studies_of(self, loaded: ZooModel) -> StudiesBySize:
+        from planner.session.step import Options
         from planner.session.studying import studies_by_size
 
         if self._studies is None or not self._studies.are_of(loaded.model):
-            how: dict[str, Any] = {"runtime": self.args.runtime, "name": loaded.name}
-            self._studies = studies_by_size(loaded.model, **how, **_asked.keywords(self.args, Target, Training))
+            asked = _asked.keywords(self.args, Target, Training)
+            options = Options.of(asked | {"runtime": self.args.runtime, "search": self.search, "name": loaded.name})
+            self._studies = studies_by_size(loaded.model, options)
         return self._studies
 
     def partitioned(self) -> Iterator[Schedule]:
@@ -273,7 +275,7 @@ class _Asking:
 
         loaded = _asked.load(self.args, real=False)
         inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
-        target, training = Target(device=self.args.device), picked(Training, vars(self.args))
+        target, training = Target(self.args.device), picked(Training, vars(self.args))
         return partitioner_schedules(loaded.model, inputs, Options(target=target, training=training))
 
     def answers(self, *, interrupted: bool) -> Answers:

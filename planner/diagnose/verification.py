@@ -21,7 +21,7 @@ from planner.capture.planned_call import as_its_class, calling, parts_as_written
 from planner.capture.state_restore import RandomStates, written_by
 from planner.capture.torch_internals import call_implementation
 from planner.capture.trees import leaf_tensors, tensors_in
-from planner.common.options import TOLERANCE, Budget, chunks_of
+from planner.common.options import TOLERANCE, Budget, Runtime, chunks_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import MeasuredEager, Plan, Verification
 from planner.session.step import options_of
@@ -76,12 +76,12 @@ def verify(
     with _restored(model, inputs) as start:
         step = _Step(model, inputs, loss_fn)
         planned = chosen.start(model, options, plan=plan, replan=False)
-        baseline = chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes)))
+        baseline = chosen.start(model, replace(options, budget=Budget(unbounded_bytes)))
         peak_bytes, actual = step.measured(planned, start)
         baseline_peak_bytes, expected = step.measured(baseline, start)
         control = distance(expected, step.measured(baseline, start)[1]) if bits_may_differ(step.device) else None
         if chunks_of(plan.fingerprint) > 1:
-            whole = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
+            whole = chosen.start(model, replace(options, budget=Budget(_ANY_BYTES), runtime=Runtime(plan.runtime)))
             _, one_piece = step.measured(whole, start)
         eager_peak_bytes, as_eager = step.measured(call_implementation(model), start)
         ways: dict[str, Callable[..., Any]] = {"planned": planned, "baseline": baseline}

@@ -32,6 +32,8 @@ def static_memory(
     spec: DeviceSpec,
     training: Training,
     blocks: Blocks = tuple,
+    *,
+    cuda_graphs: bool = False,
 ) -> StaticMemory:
     """Count everything that is resident while a whole model trains, and the optimizer's temporaries.
 
@@ -54,7 +56,7 @@ def static_memory(
     shards = training.ranks if training.data_parallel == "fsdp2" else 1
     whole_bytes = resident["parameters"]
     resident["parameters"] = _share(whole_bytes, shards)
-    streams = 2 if training.cuda_graphs else 1  # graphs are captured on one of their own
+    streams = 2 if cuda_graphs else 1  # graphs are captured on one of their own
     beside = {
         "gradients": _share(trainable_bytes, shards) * training.gradient_accumulation,
         "optimizer": _share(memory.state_bytes, shards),
@@ -77,7 +79,7 @@ def static_memory(
         else (sum(resident.values()),),
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
-        graphs=_graph_memory(model, inputs, spec) if training.cuda_graphs else None,
+        graphs=_graph_memory(model, inputs, spec) if cuda_graphs else None,
         has_expandable_segments=spec.kind == "cuda" and allocator_settings.expandable_segments(),
         allocator_settings=allocator_settings.not_simulated() if spec.kind == "cuda" else "",
     )

@@ -43,7 +43,7 @@ class Running(Protocol):
 
 
 @runtime_checkable
-class Runtime(Protocol):
+class RuntimePlugin(Protocol):
     """What a runtime module's ``RUNTIME`` offers."""
 
     name: str
@@ -94,10 +94,12 @@ def check(name: str) -> None:
 
 
 @cache
-def get(name: str) -> Runtime:
+def get(name: str) -> RuntimePlugin:
     """Return a runtime by its name, which is that of its file, or raise UsageError."""
     check(name)
     runtime = getattr(importlib.import_module(f"{__name__}.{name}"), "RUNTIME", None)
-    if not isinstance(runtime, Runtime) or runtime.name != name:
-        raise TypeError(f"planner/runtimes/{name}.py defines no RUNTIME of that name with the attributes of Runtime")
+    if not isinstance(runtime, RuntimePlugin) or runtime.name != name:
+        raise TypeError(
+            f"planner/runtimes/{name}.py defines no RUNTIME of that name with the attributes of RuntimePlugin"
+        )
     return runtime

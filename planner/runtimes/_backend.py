@@ -47,9 +47,9 @@ class Backend:
     """What ``torch.compile`` takes for its backend; :func:`planner.backend` makes it."""
 
     def __init__(self, options: Options) -> None:
-        assert options.budget.budget is not None
+        assert options.budget.size is not None
         self.options = options
-        self._budget_bytes = parse_size(options.budget.budget)
+        self._budget_bytes = parse_size(options.budget.size)
         self.reset()
 
     def reset(self) -> None:
@@ -104,7 +104,7 @@ class Backend:
 
     @property
     def _is_compiled(self) -> bool:
-        return self.options.runtime == "inductor"
+        return self.options.runtime.name == "inductor"
 
     def _settings(self, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
         if self._is_compiled:
@@ -219,7 +219,7 @@ class Backend:
         call.demand_bytes = call.own_bytes + call.made.peak_with(loss)
 
     def _made(self, call: _Call, room_bytes: int, loss: LossMemory | None, fraction: float) -> Made:
-        options = replace(self.options, budget=Budget(activation_budget=max(1, room_bytes)), loss=loss)
+        options = replace(self.options, budget=Budget(activations=max(1, room_bytes)), loss=loss)
         with working(call.program.model) as done:
             made = call.program.planned(options)
             done(f"{call.program.name} of {self._count}", made.plan)
@@ -302,7 +302,7 @@ class _Graph:
         """Return the program for the sizes of a call."""
         sizes = self._sizes(given) if self._varies else ()
         if sizes not in self.programs:
-            most = self.backend.options.maximum_shapes
+            most = self.backend.options.runtime.maximum_shapes
             if len(self.programs) >= most:
                 raise RuntimeUnsupportedError(
                     f"{self.name} was called with {most} sets of sizes, each of which needs code of its own: pad or "

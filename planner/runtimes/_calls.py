@@ -41,7 +41,7 @@ class HeldGradients:
         self._name = type(model).__name__
         # A budget for what a step adds is not for what is there before it; a pipeline's plan counts its micro-batches.
         adds_up = options.training.gradient_accumulation or options.is_stage
-        self._is_counted = adds_up or options.budget.budget is None
+        self._is_counted = adds_up or options.budget.size is None
         self._is_said = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         """Those of the last plan: to look for them in every step takes as long as a dozen small operations."""
@@ -342,6 +342,6 @@ class StartsCalls:
     runs_compiled_parts = False
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
+        """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
         running: Running = self.calls(model, options, **settings)
         return running

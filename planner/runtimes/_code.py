@@ -100,7 +100,7 @@ class CodeSearch(Generic[CodeT]):
             return _given(plan, options, reuse)
         if self.limit is None:
             return plan(alone(options), reuse=reuse)
-        step = plan(replace(alone(options), budget=Budget(budget=self.limit.graph_bytes)))
+        step = plan(replace(alone(options), budget=Budget(self.limit.graph_bytes)))
         return replace(step, plan=replace(step.plan, budget_bytes=self.limit.budget_bytes))
 
     def _refuse(self, error: NoPlanFitsError) -> None:
@@ -184,7 +184,7 @@ def alone(options: Options) -> Options:
 
 def _given(plan: Callable[..., PlannedStep], options: Options, given: Plan | None) -> PlannedStep:
     """Take over a plan that was given; its budget is held against the code, of which the graph may hold more."""
-    unlimited = replace(options, budget=Budget(budget=2**60))
+    unlimited = replace(options, budget=Budget(2**60))
     step = plan(unlimited, reuse=given, must_match=True)
     posed = step.study.posed(options.budget)
     budget_bytes = posed.budget_bytes + posed.graph.total_static_bytes
@@ -199,7 +199,7 @@ def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
     step, peak_bytes = found.step, found.needed_bytes
     plan = step.plan
     if search.compare:
-        problem = step.study.posed(Budget(budget=plan.peak_bytes))
+        problem = step.study.posed(Budget(plan.peak_bytes))
         plan = with_comparison(problem, plan, step.study.static_memory, search)
     note = Finding(
         rule="compiled-peak",

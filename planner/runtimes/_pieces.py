@@ -48,7 +48,7 @@ class Program:
 
     def look(self, options: Options) -> bool:
         """Find out what the program needs at least, and at most; False if nothing in it requires gradients."""
-        if options.runtime == "inductor":
+        if options.runtime.name == "inductor":
             check_can_compile(self.model, options)
         seen: list[Study] = []
 
@@ -65,7 +65,7 @@ class Program:
         if not seen:
             return False
         study = seen[0]
-        if options.runtime == "inductor":  # whose graphs are others, and hold other tensors
+        if options.runtime.name == "inductor":  # whose graphs are others, and hold other tensors
             study = self._as_inductor_has_it(options)
         keep_all = Schedule.keep_all(study.graph)
         self.lowest = needs_of(study.graph, study.costs, _lowest(study, options))
@@ -101,7 +101,7 @@ class Program:
     def planned(self, options: Options) -> Made:
         """Plan and compile the program."""
         with entered(of_model(self.model, *self.piece.inputs)), random_states_kept():
-            if options.runtime == "inductor":
+            if options.runtime.name == "inductor":
                 runtime = InductorRuntime(self.model, options)
                 run = self._compile(runtime.partition, compiler=runtime.compiler)
                 step = runtime.step

@@ -183,7 +183,7 @@ def _with(plan: Plan, notes: Sequence[Finding]) -> Plan:
 def _for(name: str, options: Options) -> Options:
     """Return the options for a runtime; a solver that is named is for the first choice, see :func:`_said`."""
     solver = _ANY_SOLVER if name == "modules" else options.search.solver
-    return replace(options, runtime=name, search=replace(options.search, solver=solver))
+    return replace(options, runtime=replace(options.runtime, name=name), search=replace(options.search, solver=solver))
 
 
 class AutoRuntime:

@@ -89,7 +89,7 @@ class GraphRuntime(PlannedCalls):
         self.compiler = compiler
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
-        self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.training.cuda_graphs else None
+        self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.runtime.cuda_graphs else None
         self._may_vary = compiler is aot_backend and self._cuda_graphs is None
         """Whether sizes that vary are captured as symbols."""
         self._numbers: dict[str, float] = {}
@@ -363,7 +363,7 @@ class GraphRuntime(PlannedCalls):
     @property
     def _follows_sizes(self) -> bool:
         """Whether all that a step needs follows from the sizes of the program's inputs."""
-        return self.options.loss is None and self.options.chunk == 1
+        return self.options.loss is None and self.options.runtime.chunk == 1
 
     def _recorded(self) -> Study | None:
         return self.options.eager if isinstance(self.options.eager, Study) else None
@@ -385,7 +385,7 @@ class GraphRuntime(PlannedCalls):
         return sizes_of(called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
-        if self._graphs == self.options.maximum_shapes:
+        if self._graphs == self.options.runtime.maximum_shapes:
             changed = self._calls_seen.changed(self._inputs) if self._inputs is not None else ""
             raise RuntimeUnsupportedError(
                 f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "

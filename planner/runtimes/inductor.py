@@ -37,7 +37,7 @@ from planner.session.step_planning import plan_step
 
 
 class InductorRuntime(GraphRuntime):
-    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
+    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.RuntimePlugin.start`."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
@@ -120,7 +120,7 @@ class Compiles(StartsCalls):
     exact_peak = False
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
+        """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
         if of_model(model).type != "meta":  # where it will be is known at its first call
             check_can_compile(model, options)
         return super().start(model, options, **settings)
@@ -147,12 +147,13 @@ def check_can_compile(model: nn.Module, options: Options) -> None:
     """Raise a RuntimeUnsupportedError where there is no compiler, or where code is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(
-            f"runtime {options.runtime!r} needs {missing}: install it, or choose another runtime"
+            f"runtime {options.runtime.name!r} needs {missing}: install it, or choose another runtime"
         )
     if elsewhere_for(model, options) is not None:
         raise RuntimeUnsupportedError(
-            f"runtime {options.runtime!r} plans by the code for the device that the model is on, {of_model(model)}, "
-            f"and not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
+            f"runtime {options.runtime.name!r} plans by the code for the device that the model is on, "
+            f"{of_model(model)}, and not for {options.target.device}: "
+            "choose runtime 'graph' to plan for a GPU that is not here"
         )
 
 

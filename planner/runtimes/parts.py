@@ -74,7 +74,7 @@ class PartsRuntime(CallsInSituations):
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the modules that can be captured."""
-        if len(self._decided) == self.options.maximum_shapes:
+        if len(self._decided) == self.options.runtime.maximum_shapes:
             raise RuntimeUnsupportedError(
                 f"the parts of {type(self.model).__name__} were captured {len(self._decided)} times, and this call "
                 "needs captures of its own: pad or bucket its inputs, or raise maximum_shapes of auto_wrap"

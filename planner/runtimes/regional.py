@@ -417,7 +417,7 @@ class Regional(StartsCalls):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        """Plan one step; see :meth:`planner.runtimes.Runtime.plan`."""
+        """Plan one step; see :meth:`planner.runtimes.RuntimePlugin.plan`."""
         begun = time.perf_counter()
         captured: list[Around] = []
 

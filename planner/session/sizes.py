@@ -58,7 +58,7 @@ class StudiesBySize:
         """
         model = self._model
         options = with_loss(model, self._options, loss_fn, inputs)
-        if options.runtime == "modules":
+        if options.runtime.name == "modules":
             return study_eager(model, inputs, options)
         check_plannable(model, inputs)
         if beside_eager:
@@ -66,8 +66,8 @@ class StudiesBySize:
         program = self._program(inputs, options)
         joint = captured(model, inputs, options) if program is None else at_sizes(*program)
         step = lower_as_run(model, joint, options)
-        if isinstance(options.chunk, int) and options.chunk != 1:
-            step = chunked(model, step, options.chunk, options)
+        if isinstance(options.runtime.chunk, int) and options.runtime.chunk != 1:
+            step = chunked(model, step, options.runtime.chunk, options)
         return study_lowered(model, step, options)
 
     def _program(self, inputs: Inputs, options: Options) -> Program | None:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,18 @@ from planner.capture.provenance import kinds_of
 from planner.capture.target_device import Elsewhere
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
-from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, chunks_of, picked
+from planner.common.options import (
+    GROUPS,
+    LEAST_BYTES,
+    Budget,
+    Offload,
+    Runtime,
+    Search,
+    Target,
+    Training,
+    chunks_of,
+    group,
+)
 from planner.common.units import Size
 from planner.errors import CaptureError, PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
@@ -65,19 +76,15 @@ from planner.transforms.inplace_grad_accumulation import sum_in_place
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a person asks of a plan: groups of options, and the keywords of :func:`planner.plan` that are in none."""
+    """What a person asks of a plan, in groups, and what is found out about the step before it is planned."""
 
-    budget: Budget = field(default_factory=Budget)
-    search: Search = field(default_factory=Search)
-    offload: Offload = field(default_factory=Offload)
-    target: Target = field(default_factory=Target)
-    training: Training = field(default_factory=Training)
-    strategy: str | None = None
-    runtime: str = "graph"
-    chunk: Chunk = 1
-    """In how many chunks; 1 for none, ``"auto"`` for the planner to choose."""
+    budget: Budget = Budget()
+    search: Search = Search()
+    offload: Offload = Offload(False)
+    target: Target = Target()
+    training: Training = Training()
+    runtime: Runtime = Runtime("graph")
     name: str = ""
-    maximum_shapes: int = 64
     reused_plan: Plan | None = None
     """Its static memory is taken in place of what ``training`` says."""
     loss: LossMemory | None = None
@@ -95,13 +102,11 @@ class Options:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], **more: Any) -> Options:
-        """Return the options that the keywords of a public function ask for, and some that come from elsewhere."""
-        for own in fields(cls):
-            if isinstance(group := own.default_factory, type):
-                more.setdefault(own.name, picked(group, asked))
-            elif own.name in asked:
-                more.setdefault(own.name, asked[own.name])
-        return cls(**more)
+        """Return the options for the keywords of a public function, plain words among them, and for some others."""
+        given = {name: group(kind, asked[name]) for name, kind in GROUPS.items() if name in asked and name != "budget"}
+        if "budget" in asked:
+            given["budget"] = Budget.of(asked["budget"])
+        return cls(name=asked.get("name", ""), **given | more)
 
     def without_measuring(self) -> Options:
         """Return the options with the roofline where costs would be measured though nobody asked for it."""
@@ -118,22 +123,21 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
     """Return what a plan was allowed to offload."""
     made = plan.offloading
     if made is None:
-        return Offload()
+        return Offload(False)
     least = made.least_bytes or at_least
-    return Offload(offload=True, host_budget=made.host_budget_bytes, offload_at_least=least, offload_lossy=made.lossy)
+    return Offload(host_budget=made.host_budget_bytes, at_least=least, lossy=made.lossy)
 
 
 def options_of(plan: Plan, loss: LossMemory | None) -> Options:
     """Return the options that decide whether a plan fits elsewhere; times do not, so nothing is measured again."""
     return Options(
-        budget=Budget(budget=plan.budget_bytes),
+        budget=Budget(plan.budget_bytes),
         search=Search(compare=False),
         offload=offload_of(plan),
         target=Target(cost_model=RooflineCosts.name if plan.cost_model == MeasuredCosts.name else plan.cost_model),
         reused_plan=plan,
-        runtime=plan.runtime,
+        runtime=Runtime(plan.runtime, chunk=chunks_of(plan.fingerprint)),
         name=plan.model,
-        chunk=chunks_of(plan.fingerprint),
         loss=loss,
     )
 
@@ -247,7 +251,7 @@ def static_memory_of(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> StaticMemory:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
-    around = static_memory(model, inputs, spec, options.training, blocks)
+    around = static_memory(model, inputs, spec, options.training, blocks, cuda_graphs=options.runtime.cuda_graphs)
     return around if options.reused_plan is None else as_planned(around, options.reused_plan)
 
 
@@ -290,7 +294,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
             step.spec,
             fingerprint=fingerprint_of(model, step),
             capture_seconds=step.capture_seconds + time.perf_counter() - begun,
-            runtime=options.runtime,
+            runtime=options.runtime.name,
             eager=eager_step(options.eager),
             warnings=(
                 *costing.warnings,
@@ -327,7 +331,7 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
             raise PlanMismatchError(
                 "the plan's decisions break the budget on this step: plan again, or pass replan=True"
             )
-    return study.planned(options.budget, options.search, options.offload, options.strategy)
+    return study.plan(options.budget, search=options.search, offload=options.offload)
 
 
 def plan_lowered(

@@ -29,7 +29,7 @@ from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_f
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
 from planner.common.limits import Clock
-from planner.common.options import Budget, Offload, Search
+from planner.common.options import Offload, Search
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
@@ -392,14 +392,14 @@ def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fail
 @pytest.mark.parametrize("of", ["recompute", "offload", "order"])
 def test_a_row_says_what_a_plan_with_all_beside_it_says(of: str) -> None:
     study = study_of(*(branches(depth=2) if of == "order" else transformer(3)))
-    study, offload = dataclasses.replace(study, device=devices.device("h100")), Offload(offload=of == "offload")
+    study, offload = dataclasses.replace(study, device=devices.device("h100")), Offload(of == "offload")
     search = dataclasses.replace(QUICK, time_limit_seconds=0.2)
     seen: set[str] = set()
     for share in (0.3, 0.45, 0.6, 0.75, 1.2):
         budget_bytes = int(share * study.whole_bytes)
         outcome = ask(study, budget_bytes, search, offload)
         try:
-            plan = study.planned(Budget(budget=budget_bytes), search, offload)
+            plan = study.plan(budget_bytes, search=search, offload=offload)
         except NoPlanFitsError as error:
             assert not outcome.fits and outcome.minimum_feasible_peak_bytes == error.minimum_feasible_peak_bytes
             continue
@@ -424,7 +424,7 @@ def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
 
 def test_devices_fit_or_not() -> None:
     study = study_of(*transformer(3, unit_bytes=2**27))
-    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, Search(time_limit_seconds=1.0), Offload())
+    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, Search(time_limit_seconds=1.0), Offload(False))
     search.run()
     for row in search.rows:
         report = row.report()
@@ -433,7 +433,7 @@ def test_devices_fit_or_not() -> None:
         if row.memory_bytes >= row.baseline_peak_bytes:
             assert row.outcome.overhead == 0.0
     with pytest.raises(UsageError, match="did you mean h100"):
-        DeviceSearch(["h10"], lambda name: study, QUICK, Offload())
+        DeviceSearch(["h10"], lambda name: study, QUICK, Offload(False))
 
 
 def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:

@@ -36,7 +36,7 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("function", ["celu", "gelu", "softplus", "logsigmoid"])
 def test_what_follows_a_transposed_gradient_is_counted(function: str) -> None:
     model, x = Transposed(function), torch.randn(4, 64, 64, requires_grad=True)
-    plan = planner.plan(model, x, budget="100%", compare=False)
+    plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     measured = planner.verify(model, x, plan, timed_steps=1)
     assert measured.exact
     assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
@@ -58,7 +58,7 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_what_was_traced_as_a_view_and_can_only_be_copied_is_copied(training: bool) -> None:
     model, x = Normalized().train(training), torch.randn(4, 64, 64, requires_grad=True)
-    plan = planner.plan(model, x, activation_budget="100%", compare=False)
+    plan = planner.plan(model, x, budget=planner.Budget(activations="100%"), search=planner.Search(compare=False))
     measured = planner.verify(model, x, plan, timed_steps=1)
     assert measured.exact
     assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
@@ -83,7 +83,7 @@ def test_what_copies_a_gradient_by_its_layout_computes_what_eager_does(function:
     """CPU kernels of GroupNorm's backward read it as if it were laid out as their input, up to torch 2.13."""
     model = GroupNormalized(function)
     eager = copy.deepcopy(model)
-    planner.auto_wrap(model, budget="1GiB", cost_model="roofline")
+    planner.auto_wrap(model, budget="1GiB", target=planner.Target(cost_model="roofline"))
     for size in (8, 6, 7):  # captured, captured with symbols, made plain
         x = torch.randn(2, 4, size, size)
         for one in (eager, model):
@@ -181,7 +181,7 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_a_step_that_is_followed_has_the_layouts_of_kernels(runtime: str) -> None:
     model, x = Turned(), torch.randn(1, 128, 64)
-    plan = planner.plan(model, x, budget="100%", runtime=runtime, compare=False)
+    plan = planner.plan(model, x, budget="100%", runtime=runtime, search=planner.Search(compare=False))
     measured = planner.verify(model, x, plan, timed_steps=1)
     assert measured.exact
     assert 0.998 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes

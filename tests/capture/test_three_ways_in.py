@@ -28,6 +28,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
 from planner.capture.provenance import is_library, short_path
+from planner.common.options import grouped
 from planner.ir.checkpoints import BOOKKEEPING, END, NOT_OF_THE_STEP
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
@@ -78,7 +79,7 @@ def three_ways(model: nn.Module, *args: torch.Tensor, loss_fn: LossFunction | No
     options = Options(loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None)
     return Graphs(
         captured=lower_as_run(model, capture(model, inputs), options).lowered.graph,
-        recorded=study_eager(model, inputs, replace(options, runtime="modules")).graph,
+        recorded=study_eager(model, inputs, replace(options, runtime=planner.Runtime("modules"))).graph,
         blocks=lower_regional(model, inputs, options).lowered.lowered.graph,
     )
 
@@ -155,12 +156,12 @@ def test_a_plan_of_a_recorded_step_that_was_written_before_is_carried_over() -> 
     assert plain.fingerprint["graph"] == digest_before(step.graph, [takes.working_bytes, takes.held_bytes], 64)
 
     how = {"cost_model": "roofline", "deterministic": True}  # what leaves when depends on no machine's times
-    plan = planner.plan(model, x, budget="80%", runtime="modules", offload=True, offload_at_least=1, **how)
+    plan = planner.plan(model, x, **grouped(budget="80%", runtime="modules", offload=True, offload_at_least=1, **how))
     text = plan.to_json()
     assert '"|loss|l0"' in text, "nothing that is offloaded leaves before the loss: there is nothing to carry over"
     before = text.replace('"|loss|l0"', json.dumps(LOSS_BEFORE))
     assert Plan.from_json(before) == Plan.from_json(text) == plan
-    planner.auto_wrap(model, x, plan=Plan.from_json(before), replan=False)
+    planner.auto_wrap(model, x, budget=planner.Budget(plan=Plan.from_json(before)))
     assert planner.plan_of(model).offloading == plan.offloading
 
 

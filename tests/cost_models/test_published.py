@@ -18,12 +18,10 @@ def images_per_second(device: str, dtype: str) -> float:
     built = zoo.build("resnet50", batch_size=256, dtype=dtype, fake_mode=fake_mode())
     plan = planner.plan(
         built.model,
-        built.example_args or None,
-        example_kwargs=built.example_kwargs,
-        activation_budget="100%",
-        device=device,
-        cost_model="roofline",
-        compare=False,
+        planner.Inputs.of(built.example_args or None, built.example_kwargs),
+        budget=planner.Budget(activations="100%"),
+        target=planner.Target(device, cost_model="roofline"),
+        search=planner.Search(compare=False),
         runtime="graph",
     )
     return 256 / plan.step_seconds

@@ -19,6 +19,7 @@ from torch.utils import checkpoint as checkpointing
 
 import cli
 import planner
+from planner.common.options import grouped
 from planner.diagnose.check import RULES
 from planner.errors import CaptureError
 from planner.findings.finding import Diagnosis, Severity
@@ -258,7 +259,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
 
 def checked(model: nn.Module, **options: Any) -> Diagnosis:
     inputs = None if "example_kwargs" in options else torch.randn(X)
-    return planner.check(model, inputs, **options)
+    return planner.check(model, inputs, **grouped(**options))
 
 
 def rules(diagnosis: Diagnosis) -> set[str]:
@@ -468,6 +469,6 @@ def test_wrong_usage_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture
 def test_a_forward_that_fails_is_no_matter_of_the_capture() -> None:
     model = Trained(nn.Linear(8, 8))
     with pytest.raises(CaptureError, match="TypeError: "):
-        planner.check(model, torch.randn(X), example_kwargs={"y": 1})
+        planner.check(model, planner.Inputs.of(torch.randn(X), {"y": 1}))
     with pytest.raises(CaptureError, match=r"forward of Trained fails: RuntimeError"):
         planner.check(model, torch.randn(16, 9))

@@ -62,7 +62,7 @@ def test_gradients_come_in_two_parts_with_eagers_bits(name: str, needs_input: bo
     module = make()
     plain = make()
     plain.load_state_dict(module.state_dict())
-    options = Options(budget=Budget(budget="100%"), deferred=LaterWeights(), is_stage=True)
+    options = Options(budget=Budget("100%"), deferred=LaterWeights(), is_stage=True)
     runtime = GraphRuntime(module, options)
     later = options.deferred
     assert later is not None
@@ -85,9 +85,9 @@ def test_gradients_come_in_two_parts_with_eagers_bits(name: str, needs_input: bo
 
 def test_only_what_weights_need_comes_last() -> None:
     module, x = Stack(2, has_loss=False), rows().requires_grad_()
-    options = Options(budget=Budget(budget="100%"))
+    options = Options(budget=Budget("100%"))
     joint = captured(module, Inputs.of(x), options)
-    step = lower_as_run(module, joint, Options(budget=Budget(budget="100%"), deferred=LaterWeights()))
+    step = lower_as_run(module, joint, Options(budget=Budget("100%"), deferred=LaterWeights()))
     operations = zip(step.lowered.graph.operations, step.lowered.operation_nodes, strict=True)
     late = [operation.target for operation, node in operations if is_deferred(node)]
     assert set(late) == {"aten.mm.default", "aten.sum.dim_IntList"} and len(late) == 8

@@ -464,9 +464,14 @@ def test_wrong_options_are_refused(options: list[str], said: str, capsys: pytest
 def test_every_parameter_is_on_the_devices_that_read_it():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     plan = plan_pipeline(
-        model, torch.randn(32, 64), loss_fn=lambda output: output.sum(), budget="1GiB", stages=2, micro_batches=4,
-        optimizer="adamw",
-    )  # fmt: skip
+        model,
+        torch.randn(32, 64),
+        training="adamw",
+        loss_fn=lambda output: output.sum(),
+        budget="1GiB",
+        stages=2,
+        micro_batches=4,
+    )
     half_bytes = 2 * (64 * 64 + 64) * 4
     for stage, inputs_bytes in zip(plan.stages, (4 * 32 * 64 * 4, 0), strict=True):
         static_bytes = stage.plans[0].static_bytes

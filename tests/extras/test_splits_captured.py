@@ -25,8 +25,8 @@ from planner.session.step import Options
 def table_of(name: str, *, length: int = 64, layers: int = 3, optimizer: str = "adamw") -> ModelTable:
     loaded = zoo.build(name, batch_size=1, seq_len=length, layers=layers, dtype="bfloat16", fake_mode=fake_mode())
     options = Options(
-        target=Target(device="h100", cost_model="roofline"),
-        training=Training(optimizer=optimizer, master_weights=True),
+        target=Target("h100", cost_model="roofline"),
+        training=Training(optimizer, master_weights=True),
     )
     inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
     return split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=length)
@@ -85,8 +85,7 @@ def test_estimates_are_near_what_the_planner_itself_finds() -> None:
     loaded = zoo.build("llama-7b", batch_size=1, seq_len=512, layers=3, dtype="bfloat16", fake_mode=fake_mode())
     answer = best_splits(
         loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
         gpus=8,
         global_batch=128,
         device="h100",
@@ -123,17 +122,14 @@ def test_stages_are_near_what_the_planner_itself_finds(chunks: int) -> None:
     loaded = zoo.build("llama-7b", batch_size=samples, seq_len=512, layers=4, dtype="bfloat16", fake_mode=fake_mode())
     exact = plan_pipeline(
         loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
+        target=Target("h100", cost_model="roofline"),
+        training=Training("adamw", master_weights=True),
         budget="79GiB",
         stages=2,
         micro_batches=micro_batches,
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        device="h100",
-        cost_model="roofline",
-        optimizer="adamw",
-        master_weights=True,
     )
     estimate = estimator.estimate(split)
     assert estimate.fits

@@ -16,6 +16,7 @@ from planner.analysis.study import Study
 from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
 from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.ir.simulator import lifetimes, simulate
@@ -139,13 +140,15 @@ class _Trial:
             return self.study.plan(solver=solver, time_limit_seconds=SECONDS, **options)
         model, inputs, loss_fn = self.make()
         runtime = self.outcome.runtime
-        return planner.plan(model, inputs, loss_fn=loss_fn, runtime=runtime, time_limit_seconds=SECONDS, **options)
+        return planner.plan(
+            model, inputs, loss_fn=loss_fn, **grouped(runtime=runtime, time_limit_seconds=SECONDS, **options)
+        )
 
     def steps(self, plan: Plan | None) -> tuple[StepResult, int]:
         """Take a step to get ready and one that is looked at, each from the same state."""
         model, inputs, loss_fn = self.make()
         if plan is not None:
-            planner.auto_wrap(model, plan=plan, loss_fn=loss_fn, runtime=plan.runtime)
+            planner.auto_wrap(model, budget=plan, runtime=plan.runtime, loss_fn=loss_fn)
 
         def step() -> Any:
             outputs = model(*inputs)

@@ -18,6 +18,7 @@ from cost_models.measured import Measurement
 from planner.capture import fake_mode
 from planner.commands.cache import COMMAND as CACHE
 from planner.common import cache_folder
+from planner.common.options import grouped
 from planner.measure import costing, devices, profiling, timing_cache, workspace
 from planner.session import step as step_module
 from tests.models import WIDTH, Stack
@@ -48,7 +49,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def study(**options: Any) -> planner.Study:
-    return planner.study(Stack(), torch.randn(64, WIDTH), **options)
+    return planner.study(Stack(), torch.randn(64, WIDTH), **grouped(**options))
 
 
 def seconds(step: planner.Study) -> list[float]:
@@ -68,7 +69,7 @@ def test_elsewhere_it_is_the_roofline() -> None:
 
 
 def test_a_plan_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", deterministic=True)
+    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", search=planner.Search(deterministic=True))
     assert plan.cost_model == "roofline"
 
 
@@ -194,7 +195,7 @@ def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(monkey
 
     monkeypatch.setattr(profiling, "_time", time)
     model, x = Stack(), torch.randn(64, WIDTH)
-    plan = planner.plan(model, x, budget="1GiB", runtime="inductor", compare=False)
+    plan = planner.plan(model, x, budget="1GiB", runtime="inductor", search=planner.Search(compare=False))
     assert plan.cost_model == "measured"
     alone = [target for target in ran if not target.startswith(("aten.mm.", "aten.addmm."))]
     assert ran and len(alone) <= 1
@@ -209,5 +210,5 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
 
 def test_a_curve_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
     ask = {"points": 2, "deterministic": True, "time_limit_seconds": 1.0}
-    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **ask).cost_model == "roofline"
+    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **grouped(**ask)).cost_model == "roofline"
     assert study(deterministic=True).origin.cost_model == "roofline"

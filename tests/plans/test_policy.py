@@ -82,14 +82,14 @@ def test_answers_that_are_none_and_offload_without_a_host_are_refused():
 
 def test_a_plan_follows_the_policy_and_says_so():
     graph, costs = oracle.gpt_like(2, vocabulary=512)
-    free = make_plan(make_problem(graph, costs, Budget(budget="100%")), SQRT)
+    free = make_plan(make_problem(graph, costs, Budget("100%")), SQRT)
     assert not free.recomputations
 
     def policy(operation):
         return "recompute" if operation.output_bytes > 2**24 else None
 
     plan = make_plan(
-        make_problem(graph, costs, Budget(budget="100%"), policy=policy),
+        make_problem(graph, costs, Budget("100%"), policy=policy),
         SQRT,
     )
     (note,) = (warning for warning in plan.warnings if warning.rule == "policy")
@@ -100,6 +100,6 @@ def test_a_plan_follows_the_policy_and_says_so():
 
 def test_a_policy_that_breaks_the_budget_is_named():
     graph, costs = oracle.gpt_like(2, vocabulary=512)
-    problem = make_problem(graph, costs, Budget(budget="60%"), policy=lambda operation: "save")
+    problem = make_problem(graph, costs, Budget("60%"), policy=lambda operation: "save")
     with pytest.raises(NoPlanFitsError, match=r"the policy decides .*: answer None for them, or give a larger budget"):
         make_plan(problem, SQRT)

@@ -153,7 +153,7 @@ def test_compiled_ways_run_beside_plans() -> None:
     """What a plan leaves in a model that it is taken out of must not be in the way of what others compile."""
     model, x = Stack(2), rows()
     expected = model(x)
-    planner.auto_wrap(model, activation_budget="90%", time_limit_seconds=0.5)
+    planner.auto_wrap(model, budget=planner.Budget(activations="90%"), search=planner.Search(time_limit_seconds=0.5))
     model(x).backward()
     compare._take_out(ZooModel(name="", model=model, example_args=(x,)))
     compiled = torch.compile(peers._own_call(model), fullgraph=True, backend="eager")

@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import planner
 from planner import errors
 from planner.capture.memory import measure_peak, record
+from planner.common.options import grouped
 from planner.extras.pipelines import StagePlan, wrap_pipeline
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
@@ -191,7 +192,9 @@ def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float, int
 
 def wrap(model: Model, rank: int, way: str, **options: Any) -> Model:
     options = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True, **options}
-    return planner.auto_wrap(model, data(rank), runtime="regional", data_parallel=way, ranks=RANKS, **options)
+    return planner.auto_wrap(
+        model, data(rank), **grouped(runtime="regional", data_parallel=way, ranks=RANKS, **options)
+    )
 
 
 def distributed(model: Model, way: str, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -216,7 +219,7 @@ def train(rank: int, way: str) -> dict[str, Any]:
     others = live()
     model, x = make(), data(rank)
     wrap(model, rank, way, activation_budget="68%")
-    planner.auto_wrap(model, x, plan=every_block_differently(planner.plan_of(model)), runtime="regional")
+    planner.auto_wrap(model, x, budget=every_block_differently(planner.plan_of(model)), runtime="regional")
     plan = planner.plan_of(model)
     peak, running = peak_of(lambda: distributed(model, way), x, others)
     result = reported(plan, gradients(running), mean_of_single_processes(), peak)
@@ -240,7 +243,11 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
     others, model, x = live(), make().double(), data(rank).double()
     for block in model.blocks:
         block.compile()
-    planner.auto_wrap(model, activation_budget="66%", time_limit_seconds=1.0, deterministic=True)
+    planner.auto_wrap(
+        model,
+        budget=planner.Budget(activations="66%"),
+        search=planner.Search(time_limit_seconds=1.0, deterministic=True),
+    )
     peak, running = peak_of(lambda: distributed(model, way), x, others)
     found = gradients(running)
     off = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
@@ -296,7 +303,9 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> di
         return model
 
     def wrapped() -> nn.Module:
-        return planner.auto_wrap(sharded(), activation_budget="68%", time_limit_seconds=1.0, deterministic=True, **wrap)
+        return planner.auto_wrap(
+            sharded(), **grouped(activation_budget="68%", time_limit_seconds=1.0, deterministic=True, **wrap)
+        )
 
     mesh = init_device_mesh("cpu", (RANKS,))
     state, others, x = make().state_dict(), live(), data(rank)
@@ -345,7 +354,7 @@ def fails_where_layers_are_shared(rank: int) -> dict[str, Any]:
     model = parallel(make())
     if rank == 1:
         model.norm = nn.LayerNorm(3)
-    return refused(lambda: step(planner.auto_wrap(model, **QUICK), data(0)))
+    return refused(lambda: step(planner.auto_wrap(model, **grouped(**QUICK)), data(0)))
 
 
 def differs(rank: int) -> dict[str, Any]:
@@ -388,7 +397,11 @@ def saved(rank: int) -> dict[str, Any]:
     def made(*, planned: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = distributed(make(), "fsdp2")
         if planned:
-            planner.auto_wrap(model, activation_budget="75%", time_limit_seconds=1.0, deterministic=True)
+            planner.auto_wrap(
+                model,
+                budget=planner.Budget(activations="75%"),
+                search=planner.Search(time_limit_seconds=1.0, deterministic=True),
+            )
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -428,7 +441,7 @@ def shardings(rank: int) -> dict[str, Any]:
     }
     plan = planner.plan_of(wrap(make(), rank, "fsdp2"))
     for name, options in ways.items():
-        model = planner.auto_wrap(make(), plan=plan, runtime="regional")
+        model = planner.auto_wrap(make(), budget=plan, runtime="regional")
         for block in model.blocks if options is not None else ():
             fully_shard(block, **options)
         fully_shard(model, **{"mesh": mesh, **(options or {})})
@@ -557,7 +570,7 @@ def by_micro_batches(
     model = make(2)
     budget = "75%" if rows == ROWS else "100%"
     options = {"activation_budget": budget, "time_limit_seconds": 1.0, "deterministic": True, "runtime": runtime}
-    planner.auto_wrap(model, *batches[: int(ahead)], **options)
+    planner.auto_wrap(model, *batches[: int(ahead)], **grouped(**options))
     running = distribute(model)
     is_ddp = isinstance(running, DistributedDataParallel)
     buckets_bytes = sum(p.nbytes for p in model.parameters()) if is_ddp else 0
@@ -653,7 +666,7 @@ def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor, last_rows: int)
     """Hold a parallel model under a plan against the same without one, also with a last batch that only some have."""
     alone, others = made(), live()
     others.pop(x.untyped_storage().data_ptr())
-    peak, running = peak_of(lambda: planner.auto_wrap(made(), **QUICK), x, others)
+    peak, running = peak_of(lambda: planner.auto_wrap(made(), **grouped(**QUICK)), x, others)
     step(alone, x)
     result = reported(planner.plan_of(running), gradients(running), gradients(alone), peak)
     step(running, x[:last_rows]), step(alone, x[:last_rows])
@@ -668,7 +681,9 @@ def divided_experts(rank: int) -> dict[str, Any]:
     others.pop(x.untyped_storage().data_ptr())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        peak, running = peak_of(lambda: planner.auto_wrap(exchanging.with_divided_experts(mesh), **small), x, others)
+        peak, running = peak_of(
+            lambda: planner.auto_wrap(exchanging.with_divided_experts(mesh), **grouped(**small)), x, others
+        )
         plan = planner.plan_of(running)
         equal = []
         for seed in (rank, 2 + rank, 4 + rank, 6 + rank):
@@ -680,7 +695,7 @@ def divided_experts(rank: int) -> dict[str, Any]:
         "equal": all(equal),
         "modules": modules_of(plan),
         "said": [str(one.message) for one in said],
-        "tight": refused(lambda: step(planner.auto_wrap(tight, **budget), x)),
+        "tight": refused(lambda: step(planner.auto_wrap(tight, **grouped(**budget)), x)),
     }
 
 
@@ -692,7 +707,7 @@ def divided_sequence(rank: int) -> dict[str, Any]:
         alone, others = made(), live()
         others.pop(x.untyped_storage().data_ptr())
         step(alone, x)
-        peak, running = peak_of(lambda: planner.auto_wrap(made(), runtime=runtime, **QUICK), x, others)
+        peak, running = peak_of(lambda: planner.auto_wrap(made(), **grouped(runtime=runtime, **QUICK)), x, others)
         plan = planner.plan_of(running)
         again = [key for keys in plan.recomputations.values() for key in keys]
         exchanges = [key for key in again if "all_to_all" in key or "c10d" in key]
@@ -790,7 +805,7 @@ def run_pipeline(
     others = live()
     stages, schedule = scheduled(kind, rank, **(around or {}))
     args, kwargs = given(stages, seed)
-    plan = wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
+    plan = wrap_pipeline(schedule, *args, **grouped(**kwargs, **options, **asked)) if asked else None
 
     def run() -> None:
         for stage in stages:
@@ -853,7 +868,7 @@ def documented(rank: int) -> dict[str, Any]:
 def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
     stages, schedule = scheduled(kind, rank, micro_batches)
     args, kwargs = given(stages)
-    wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
+    wrap_pipeline(schedule, *args, **grouped(**{"budget": "80%", **kwargs, **options}))
 
 
 def in_parts(module: Any) -> nn.Module:

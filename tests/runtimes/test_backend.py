@@ -15,6 +15,7 @@ from torch import nn
 
 import planner
 from planner.capture.memory import record
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.runtimes._backend import Backend
 from tests.models import SEQUENCES, Stack, Transformer, mean_square, perceptron, rows
@@ -52,7 +53,9 @@ def _nothing_compiled_before() -> Iterator[None]:
 
 
 def backend(budget: Any = AMPLE, runtime: str = "graph", **options: Any) -> Backend:
-    return planner.backend(budget=budget, runtime=runtime, time_limit_seconds=0.3, cost_model="roofline", **options)
+    return planner.backend(
+        budget=budget, **grouped(runtime=runtime, time_limit_seconds=0.3, cost_model="roofline", **options)
+    )
 
 
 class Compiled(nn.Module):
@@ -288,7 +291,7 @@ def test_modes_and_options_go_to_inductor(asked: dict[str, Any]) -> None:
 )
 def test_wrong_arguments_are_refused_at_once(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        planner.backend(**{"budget": "1GiB", **asked})
+        planner.backend(**grouped(**{"budget": "1GiB", **asked}))
 
 
 def test_modes_are_not_for_eager_kernels() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import planner
+from planner.common.options import grouped
 from planner.runtimes._calls import OpenCalls
 from tests.models import Stack, rows
 
@@ -66,7 +67,7 @@ def test_a_call_before_the_backward_of_another_model_is_said_once() -> None:
 
 def wrap(**options: object) -> nn.Module:
     torch.manual_seed(0)
-    return planner.auto_wrap(Stack(), time_limit_seconds=0.2, **options)
+    return planner.auto_wrap(Stack(), **grouped(time_limit_seconds=0.2, **options))
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
@@ -410,7 +411,7 @@ def test_what_is_predicted_happens(name: str) -> None:
     if case.under_autocast:
         ran = wrap_and_hold_under_autocast(model, case.x, **case.ask)
     elif case.from_file:
-        plan = planner.plan(model, case.x, compare=False, **case.ask)
+        plan = planner.plan(model, case.x, **grouped(compare=False, **case.ask))
         read = Plan.from_json(plan.to_json())
         assert read == replace(plan, operations=())
         ran = wrap_and_hold(model, case.x, plan=read, rounded=case.ask["runtime"] == "graph")
@@ -427,11 +428,11 @@ def test_a_sparse_gradient_is_copied_where_autograd_copies_it(is_held: bool) -> 
     model, held = nn.Sequential(nn.Embedding(100, 128, sparse=True), nn.Linear(128, 1)), []
     if is_held:
         model[0].weight.register_hook(lambda gradient: held.append(gradient))
-    planner.auto_wrap(model, activation_budget="100%", runtime="modules", loss_fn=torch.mean)
+    planner.auto_wrap(model, budget=planner.Budget(activations="100%"), runtime="modules", loss_fn=torch.mean)
     step(model, WORDS, torch.mean)
     hold_peak(model, WORDS, loss_fn=torch.mean)
 
 
 def test_what_makes_a_graph_impossible_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match=r"test_contract.py:\d+\) makes a sparse tensor"):
-        planner.plan(SparseEmbedding(is_tied=False), WORDS, activation_budget="75%", runtime="graph")
+        planner.plan(SparseEmbedding(is_tied=False), WORDS, budget=planner.Budget(activations="75%"), runtime="graph")

@@ -89,7 +89,13 @@ def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:
 
 def test_a_captured_step_is_compared_with_eager_and_verified() -> None:
     model, batch = Model(looks=False), _batch()
-    plan = planner.plan(model, batch, activation_budget="85%", loss_fn=_loss, time_limit_seconds=1.0)
+    plan = planner.plan(
+        model,
+        batch,
+        budget=planner.Budget(activations="85%"),
+        search=planner.Search(time_limit_seconds=1.0),
+        loss_fn=_loss,
+    )
     assert plan.runtime == "graph"
     assert plan.eager is not None
     verification = planner.verify(model, batch, plan, loss_fn=_loss)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrizations
 
 import planner
+from planner.common.options import grouped
 from planner.errors import UsageError
 from tests.models import WIDTH, Stack, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
@@ -33,7 +34,7 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def wrapped(model: nn.Module | None = None, **options: Any) -> nn.Module:
-    return planner.auto_wrap(model or build(), activation_budget="75%", time_limit_seconds=1.0, **options)
+    return planner.auto_wrap(model or build(), **grouped(activation_budget="75%", time_limit_seconds=1.0, **options))
 
 
 @pytest.fixture
@@ -174,7 +175,9 @@ def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pyt
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
     def planned(anomalies: bool) -> planner.Plan:
         with torch.autograd.set_detect_anomaly(anomalies):
-            return planner.plan(build(), data(), budget="75%", runtime=runtime, time_limit_seconds=0.5)
+            return planner.plan(
+                build(), data(), budget="75%", runtime=runtime, search=planner.Search(time_limit_seconds=0.5)
+            )
 
     assert planned(True).budget_bytes == planned(False).budget_bytes
 
@@ -182,7 +185,7 @@ def test_planning_looks_for_no_anomalies(runtime: str) -> None:
 def test_checkpointing_of_its_own_is_refused(model: Any) -> None:
     model.blocks[1].gradient_checkpointing = True
     with pytest.raises(UsageError, match=r"itself, in 'blocks\.1'.*gradient_checkpointing_disable"):
-        planner.auto_wrap(model, data(), activation_budget="75%")
+        planner.auto_wrap(model, data(), budget=planner.Budget(activations="75%"))
     model.eval()
     check(model)
 
@@ -198,7 +201,7 @@ def test_copies_are_plain_and_may_be_wrapped(model: nn.Module) -> None:
             planner.plan_of(copied)
         assert_same(expected, train(copied, data()))
         assert copied.blocks[0][1].weight is not model.blocks[0][1].weight
-    assert_same(expected, train(planner.auto_wrap(copied, plan=plan), data()))
+    assert_same(expected, train(planner.auto_wrap(copied, budget=plan), data()))
     assert planner.plan_of(copied).recomputations == plan.recomputations
     assert check(model).recomputations
 
@@ -214,7 +217,7 @@ def test_state_goes_in_and_out(model: nn.Module) -> None:
 
 def test_a_wrapped_part_belongs_to_the_plan_of_the_whole() -> None:
     model = build()
-    planner.auto_wrap(model.blocks[0], activation_budget="100%")
+    planner.auto_wrap(model.blocks[0], budget=planner.Budget(activations="100%"))
     assert check(wrapped(model)).recomputations
 
 

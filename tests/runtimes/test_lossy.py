@@ -159,7 +159,13 @@ def test_copies_are_rounded_piece_by_piece_and_stay_finite(monkeypatch: pytest.M
 )
 def test_a_lossy_step_takes_the_bytes_that_were_predicted_and_is_a_little_off(build, x, share):
     module = build()
-    plan = planner.plan(module, x, activation_budget=share, offload=True, offload_lossy=True, time_limit_seconds=1)
+    plan = planner.plan(
+        module,
+        x,
+        budget=planner.Budget(activations=share),
+        offload=planner.Offload(lossy=True),
+        search=planner.Search(time_limit_seconds=1),
+    )
     assert plan.offloading is not None and plan.offloading.rounded
     plan = planner.Plan.from_json(plan.to_json())
     found = planner.verify(module, x, plan, timed_steps=1)
@@ -168,7 +174,7 @@ def test_a_lossy_step_takes_the_bytes_that_were_predicted_and_is_a_little_off(bu
     with Console(record=True, width=300, file=open("/dev/null", "w")) as console:
         render(replace(plan, verification=found), console)
     assert f"off by up to {found.rounding_error:.2g} of their length" in console.export_text()
-    planner.auto_wrap(module, plan=plan)
+    planner.auto_wrap(module, budget=plan)
     module(x).backward()
     hold_peak(module, x, rounded=True)
     assert planner.plan_of(module).offloading == plan.offloading
@@ -216,7 +222,7 @@ def test_pieces_are_in_the_measured_peak(model: Callable[[], torch.nn.Module], s
             compare=False,
         )
         assert sum(plan.anatomy.values()) == plan.peak_bytes
-        planner.auto_wrap(module, plan=plan)
+        planner.auto_wrap(module, budget=plan)
         module(x).backward()
         module.zero_grad()
         assert planner.plan_of(module).offloading.values == plan.offloading.values
@@ -231,7 +237,11 @@ def test_a_router_and_a_maximum_work_on_rounded_values():
     torch.manual_seed(0)
     module, x = Everything(), torch.randn(64, 32)
     plan = planner.plan(
-        module, x, activation_budget="70%", offload=True, offload_at_least=1, offload_lossy=True, time_limit_seconds=1
+        module,
+        x,
+        budget=planner.Budget(activations="70%"),
+        offload=planner.Offload(at_least=1, lossy=True),
+        search=planner.Search(time_limit_seconds=1),
     )
     assert plan.offloading.rounded
     found = planner.verify(module, x, plan, timed_steps=1)
@@ -255,11 +265,11 @@ def test_what_is_far_off_does_not_pass_for_rounding():
 
 def test_rounding_is_refused_without_offload_and_by_other_runtimes(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(UsageError, match="give offload too"):
-        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload_lossy=True)
+        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=planner.Offload(False, lossy=True))
     with pytest.raises(UsageError, match="give offload too"):
-        planner.study(Wide(), torch.randn(8, 64)).plan(budget="90%", offload_lossy=True)
+        planner.study(Wide(), torch.randn(8, 64)).plan(budget="90%", offload=planner.Offload(False, lossy=True))
     with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
-        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, offload_lossy=True, runtime="modules")
+        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=planner.Offload(lossy=True), runtime="modules")
     for command in (["plan", "gpt2", "--budget", "50%"], ["what-if", "gpt2"]):
         assert cli.main([*command, "--offload-lossy"]) == 2
         assert "--offload-lossy is for what is offloaded: give --offload too" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from planner.analysis.trade_off.answers import MethodSweep
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
-from planner.common.options import Search
+from planner.common.options import Search, grouped
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.host import Host
@@ -46,7 +46,7 @@ OPTIONS: Any = {"runtime": "modules", "offload": True, "offload_at_least": 1024,
 
 
 def plan_for(model: nn.Module, x: Any, budget: str) -> planner.Plan:
-    return planner.plan(model, x, activation_budget=budget, compare=False, **OPTIONS)
+    return planner.plan(model, x, **grouped(activation_budget=budget, compare=False, **OPTIONS))
 
 
 SEND, RUN_AGAIN, BOTH, KEEP_AND_SEND = range(4)
@@ -160,21 +160,21 @@ def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
 def test_budgets_that_no_checkpoint_keeps() -> None:
     model = Stack()
     with pytest.raises(InfeasibleBudgetError) as alone:
-        planner.plan(model, rows(), activation_budget=64, runtime="modules")
+        planner.plan(model, rows(), budget=planner.Budget(activations=64), runtime="modules")
     with pytest.raises(InfeasibleBudgetError) as together:
         plan_for(model, rows(), "1%")
     budget = together.value.minimum_feasible_peak_bytes
     assert budget < alone.value.minimum_feasible_peak_bytes
-    plan = planner.plan(model, rows(), budget=budget, **OPTIONS)
+    plan = planner.plan(model, rows(), **grouped(budget=budget, **OPTIONS))
     assert plan.offloading is not None and plan.minimum_feasible_peak_bytes == budget
     console = Console(width=100, record=True, file=io.StringIO())
     render(plan, console, full=True)
     shown = console.export_text()
     assert "in the host's memory" in shown and "of the tensors that it saves" in shown
     with pytest.raises(InfeasibleBudgetError, match=r"bytes\): give that much as host_budget") as small:
-        planner.plan(model, rows(), budget=budget, host_budget=4096, **OPTIONS)
+        planner.plan(model, rows(), **grouped(budget=budget, host_budget=4096, **OPTIONS))
     needed: Any = small.value.__cause__
-    enough = planner.plan(model, rows(), budget=budget, host_budget=needed.host_budget_bytes, **OPTIONS)
+    enough = planner.plan(model, rows(), **grouped(budget=budget, host_budget=needed.host_budget_bytes, **OPTIONS))
     assert enough.offloading is not None and enough.offloading.host_bytes <= needed.host_budget_bytes
 
 
@@ -204,14 +204,14 @@ def test_more_of_the_budget_buys_time_to_hide() -> None:
 def test_a_plan_is_carried_over_and_refused_elsewhere() -> None:
     plan = plan_for(Stack(), rows(), "45%")
     assert plan.offloading is not None
-    model = planner.auto_wrap(Stack(), plan=plan, replan=True)
+    model = planner.auto_wrap(Stack(), budget=planner.Budget(plan=plan, replan=True))
     model(rows(128)).backward()
     over = planner.plan_of(model)
     assert over.offloading is not None and (
         over.offloading.modules == plan.offloading.modules or not over.added_seconds
     )
     with pytest.raises(UsageError, match="made for something else"):
-        planner.auto_wrap(Stack(3), rows(), plan=plan)
+        planner.auto_wrap(Stack(3), rows(), budget=plan)
     with pytest.raises(PlanFileError, match="tensors"):
         planner.Plan.from_json(plan.to_json().replace('"tensors": [', '"tensors": ["x", ', 1))
     assert variants_in(plan, ()) is None
@@ -220,33 +220,35 @@ def test_a_plan_is_carried_over_and_refused_elsewhere() -> None:
 def test_a_study_offloads_as_a_plan_does() -> None:
     step = planner.study(Stack(), rows(), runtime="modules")
     told = {**OPTIONS, "deterministic": True, "compare": False}
-    plan = planner.plan(Stack(), rows(), activation_budget="45%", **told)
+    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="45%", **told))
     del told["runtime"]
     asked = step.plan(activation_budget="45%", **told)
     for found in (plan, asked):
         assert found.offloading is not None and found.offloading.modules
     assert replace(asked, capture_seconds=plan.capture_seconds, solve_seconds=plan.solve_seconds) == plan
-    assert step.plan(activation_budget="70%").offloading is None, "what was asked before leaves nothing behind"
+    assert step.plan(budget=planner.Budget(activations="70%")).offloading is None, (
+        "what was asked before leaves nothing behind"
+    )
     with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
-        step.plan(budget="60%", offload=True, offload_lossy=True)
+        step.plan(budget="60%", offload=planner.Offload(lossy=True))
 
 
 def test_a_curve_of_choices_of_modules() -> None:
     """Every point is a choice of modules, which arbitrary schedules of the eager step are not."""
     told: Any = {"runtime": "modules", "points": 4, "time_limit_seconds": 4.0}
-    alone = planner.what_if(Stack(), rows(), **told)
+    alone = planner.what_if(Stack(), rows(), **grouped(**told))
     step = planner.study(Stack(), rows(), runtime="modules")
     for point in alone.points[:-1]:
         assert point.overhead is not None
-        plan = step.plan(budget=point.budget_bytes, time_limit_seconds=2.0)
+        plan = step.plan(budget=point.budget_bytes, search=planner.Search(time_limit_seconds=2.0))
         assert plan.overhead == pytest.approx(point.overhead) and plan.peak_bytes == point.predicted_peak_bytes
         assert modules_of(plan)
     assert alone.points[-1].overhead == 0 and alone.points[0].budget_bytes == alone.minimum_feasible_peak_bytes
-    both = planner.what_if(Stack(), rows(), offload=True, offload_at_least=1024, **told)
+    both = planner.what_if(Stack(), rows(), **grouped(offload=True, offload_at_least=1024, **told))
     assert both.minimum_feasible_peak_bytes <= alone.minimum_feasible_peak_bytes
     assert any(point.host_bytes for point in both.points)
     with pytest.raises(UsageError, match="'ilp' decides on a whole graph"):
-        planner.what_if(Stack(), rows(), solver="ilp", **told)
+        planner.what_if(Stack(), rows(), **grouped(solver="ilp", **told))
 
 
 def test_other_ways_beside_such_a_curve() -> None:
@@ -270,18 +272,26 @@ def test_other_ways_beside_such_a_curve() -> None:
 def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:
     plan = plan_for(Stack(), rows(), "45%")
     assert plan.offloading is not None
-    found = planner.audit(Stack(), rows(), current=plan, budget="90%", time_limit_seconds=2.0)
+    found = planner.audit(Stack(), rows(), search=planner.Search(time_limit_seconds=2.0), current=plan, budget="90%")
     assert (found.now.peak_bytes, found.now.added_seconds) == (plan.peak_bytes, pytest.approx(plan.added_seconds))
     assert found.now.offloading is not None and found.now.offloading.host_bytes == plan.offloading.host_bytes
     assert not found.notes and found.fits
     for best in (found.best, found.within_budget):
         assert best is not None and best.runtime == "modules" and best.added_seconds <= plan.added_seconds
-    layers = planner.audit(Stack(), rows(), current="every-layer", runtime="modules", time_limit_seconds=2.0)
+    layers = planner.audit(
+        Stack(), rows(), runtime="modules", search=planner.Search(time_limit_seconds=2.0), current="every-layer"
+    )
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
 
 
 def test_nothing_changes_without_offload() -> None:
-    alone = planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules", compare=False)
+    alone = planner.plan(
+        Stack(),
+        rows(),
+        budget=planner.Budget(activations="70%"),
+        runtime="modules",
+        search=planner.Search(compare=False),
+    )
     allowed = plan_for(Stack(), rows(), "100%")
     assert alone.offloading is None and "offload" not in alone.report()
     assert alone.fingerprint == allowed.fingerprint
@@ -307,7 +317,7 @@ def test_nothing_is_left_after_steps_that_break_off() -> None:
     model = Fails().eval()
     wanted = torch.autograd.grad(model(rows()), list(model.parameters()))
     pool = host_copies.POOL = host_copies.Pool()
-    planner.auto_wrap(model, rows(), activation_budget="45%", **OPTIONS)
+    planner.auto_wrap(model, rows(), **grouped(activation_budget="45%", **OPTIONS))
     with torch.no_grad():
         model(rows())
     assert pool.peak_bytes == 0
@@ -349,7 +359,7 @@ def test_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Stack().eval()
     wrapped = copy.deepcopy(plain)
     x = rows().requires_grad_()
-    planner.auto_wrap(wrapped, x, activation_budget="97%", **OPTIONS)
+    planner.auto_wrap(wrapped, x, **grouped(activation_budget="97%", **OPTIONS))
     assert planner.plan_of(wrapped).offloading.modules
     for model in (plain, wrapped):
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)

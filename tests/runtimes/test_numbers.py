@@ -17,6 +17,7 @@ from torch import nn
 import planner
 from planner.capture import programs
 from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.errors import CaptureError
 from planner.runtimes import graph
 from tests.models import Stack, mean_square, perceptron, rows
@@ -49,7 +50,9 @@ class Counting(Stack):
 
 def wrapped() -> tuple[nn.Module, nn.Module]:
     model = Annealed(3)
-    return copy.deepcopy(model), planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    return copy.deepcopy(model), planner.auto_wrap(
+        model, budget=planner.Budget(activations="70%"), search=planner.Search(time_limit_seconds=0.5)
+    )
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
@@ -201,7 +204,12 @@ class Noting(Stack):
 
 def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_OFTEN", 2)
-    model = planner.auto_wrap(Noting(), activation_budget="70%", runtime="graph", time_limit_seconds=0.2)
+    model = planner.auto_wrap(
+        Noting(),
+        budget=planner.Budget(activations="70%"),
+        runtime="graph",
+        search=planner.Search(time_limit_seconds=0.2),
+    )
     for _ in range(2):
         model(rows()).backward()
     with pytest.warns(
@@ -253,7 +261,7 @@ def drawn_step(model: nn.Module, step: int, x: torch.Tensor) -> tuple[list[torch
 def test_they_are_those_of_eager_and_cost_one_capture(draw: str) -> None:
     plain = Mixing(DRAWS[draw])
     options: dict[str, Any] = {"time_limit_seconds": 0.5, "maximum_shapes": 1, "runtime": "graph"}
-    model = planner.auto_wrap(copy.deepcopy(plain), activation_budget="70%", **options)
+    model = planner.auto_wrap(copy.deepcopy(plain), **grouped(activation_budget="70%", **options))
     for step in range(4):
         (ours, our_states), (theirs, their_states) = drawn_step(model, step, rows()), drawn_step(plain, step, rows())
         assert all(map(torch.equal, ours, theirs)) and our_states == their_states, step

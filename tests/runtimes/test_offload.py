@@ -15,6 +15,7 @@ from rich.console import Console
 import cost_models
 import planner
 from planner import solvers
+from planner.common.options import grouped
 from planner.errors import (
     HostBudgetError,
     InfeasibleBudgetError,
@@ -332,11 +333,11 @@ def test_offload_changes_no_bit(case: str):
     wrapped = CASES[case]()
     expected = run(copy.deepcopy(wrapped), one_step)
     told = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 0.2}
-    planner.auto_wrap(wrapped, activation_budget="60%", **told)
+    planner.auto_wrap(wrapped, **grouped(activation_budget="60%", **told))
     try:
         actual = run(wrapped, one_step)
     except InfeasibleBudgetError as error:
-        planner.auto_wrap(wrapped, budget=error.minimum_feasible_peak_bytes, **told)
+        planner.auto_wrap(wrapped, **grouped(budget=error.minimum_feasible_peak_bytes, **told))
         actual = run(wrapped, one_step)
     assert_same(expected, actual)
     assert planner.plan_of(wrapped).offloading.values, "nothing was offloaded: the case tests nothing"
@@ -345,7 +346,9 @@ def test_offload_changes_no_bit(case: str):
 def test_host_memory_is_used_again_and_given_back_when_no_backward_comes():
     module, x = perceptrons(), rows(1024, 128)
     pool = host_copies.POOL = host_copies.Pool()
-    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=1)
+    planner.auto_wrap(
+        module, budget=planner.Budget(activations="50%"), offload=True, search=planner.Search(time_limit_seconds=1)
+    )
     for _ in range(3):
         module(x).backward()
         assert pool.in_use_bytes == 0
@@ -363,7 +366,9 @@ def test_two_steps_at_once_do_not_share_their_places():
     module, inputs = perceptrons(), [rows(1024, 128), 2 * rows(1024, 128)]
     module.eval()  # without dropout, so that the order of steps does not matter
     wanted = [torch.autograd.grad(module(x), list(module.parameters())) for x in inputs]
-    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=1)
+    planner.auto_wrap(
+        module, budget=planner.Budget(activations="50%"), offload=True, search=planner.Search(time_limit_seconds=1)
+    )
     losses = [module(x) for x in inputs]
     found = [torch.autograd.grad(loss, list(module.parameters())) for loss in reversed(losses)][::-1]
     assert planner.plan_of(module).offloading.values

@@ -79,7 +79,7 @@ def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
     smallest = {}
     for runtime in ("parts", "modules"):
         with pytest.raises(InfeasibleBudgetError) as refused:
-            planner.plan(model, rows(), budget="1%", runtime=runtime, time_limit_seconds=1.0)
+            planner.plan(model, rows(), budget="1%", runtime=runtime, search=planner.Search(time_limit_seconds=1.0))
         smallest[runtime] = refused.value.minimum_feasible_peak_bytes
     assert smallest["parts"] < smallest["modules"]
     with pytest.warns(UserWarning, match="runtime 'parts' in place of 'graph'"):
@@ -105,9 +105,14 @@ def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
     model = Looks(Chain)
     plain = copy.deepcopy(model)
     with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(model, rows(), budget="1%", runtime="modules", time_limit_seconds=1.0)
+        planner.plan(model, rows(), budget="1%", runtime="modules", search=planner.Search(time_limit_seconds=1.0))
     budget_bytes = refused.value.minimum_feasible_peak_bytes - 4096
-    planner.auto_wrap(model, budget=budget_bytes, maximum_shapes=1, time_limit_seconds=1.0)
+    planner.auto_wrap(
+        model,
+        budget=budget_bytes,
+        runtime=planner.Runtime(maximum_shapes=1),
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
         assert_same(train(plain, rows()), train(model, rows()))
     with pytest.warns(UserWarning, match="were captured 1 times.* run under the runtime 'modules'"):
@@ -136,7 +141,9 @@ def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
 def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
     model, x = Drops(draw), rows()
     plain = copy.deepcopy(model)
-    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    planner.auto_wrap(
+        model, runtime="parts", budget=planner.Budget(activations="80%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(model, x)

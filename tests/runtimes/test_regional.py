@@ -12,6 +12,7 @@ import planner
 from planner.capture import fake_mode
 from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
+from planner.common.options import grouped
 from planner.errors import PlanMismatchError, UsageError
 from tests.runtimes.steps import wrap_and_hold
 from tests.runtimes.test_contract import IMAGES, TABLE, Normed, Shared, Twice
@@ -21,7 +22,7 @@ ROWS, WIDTH = 256, 32
 
 def plan(model: nn.Module, x: torch.Tensor, budget: str) -> planner.Plan:
     options = {"runtime": "regional", "time_limit_seconds": 1.0, "deterministic": True, "compare": False}
-    return planner.plan(model, x, activation_budget=budget, **options)
+    return planner.plan(model, x, **grouped(activation_budget=budget, **options))
 
 
 def test_blocks_that_do_not_fit_the_mould_stay_eager() -> None:
@@ -80,14 +81,26 @@ def test_a_model_on_fake_tensors_gets_the_same_plan() -> None:
 def test_a_plan_of_another_model_is_refused() -> None:
     made = plan(Normed(), IMAGES, "100%")
     with pytest.raises(PlanMismatchError, match="made for something else"):
-        planner.auto_wrap(Shared(), TABLE, plan=made)
+        planner.auto_wrap(Shared(), TABLE, budget=made)
     with pytest.raises(UsageError, match="verify runs one process"):
-        sharded = planner.plan(Shared(), TABLE, budget="100%", runtime="regional", data_parallel="fsdp2", ranks=2)
+        sharded = planner.plan(
+            Shared(),
+            TABLE,
+            budget="100%",
+            runtime="regional",
+            training=planner.Training(data_parallel="fsdp2", ranks=2),
+        )
         planner.verify(Shared(), TABLE, sharded)
 
 
 def test_a_block_has_its_own_forward_whenever_the_model_is_not_called() -> None:
-    model = planner.auto_wrap(Normed(), IMAGES, activation_budget="100%", runtime="regional", time_limit_seconds=1.0)
+    model = planner.auto_wrap(
+        Normed(),
+        IMAGES,
+        budget=planner.Budget(activations="100%"),
+        runtime="regional",
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     model(IMAGES).backward()
     model.eval()
     model(IMAGES).backward()  # planned anew: BatchNorm is another operation there

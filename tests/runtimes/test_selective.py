@@ -33,7 +33,9 @@ WIDTH = 64
 
 
 def plan_of(model: nn.Module, budget: str, x: torch.Tensor = SEQUENCES) -> Plan:
-    return planner.plan(model, x, activation_budget=budget, runtime="modules", compare=False)
+    return planner.plan(
+        model, x, budget=planner.Budget(activations=budget), runtime="modules", search=planner.Search(compare=False)
+    )
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
@@ -42,13 +44,13 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 def test_keeping_is_cheaper_than_running_whole_modules_again() -> None:
     step = planner.study(Transformer(), SEQUENCES, runtime="modules")
-    assert step.plan(activation_budget="65%").kept
+    assert step.plan(budget=planner.Budget(activations="65%")).kept
     whole = [Region(**{**fields(region), "keepable": ()}) for region in step.regions]
     only_whole = type(step)(**{**fields(step), "regions": tuple(whole)})
     for budget in ("85%", "65%"):
-        dearer = only_whole.plan(activation_budget=budget)
+        dearer = only_whole.plan(budget=planner.Budget(activations=budget))
         assert not dearer.kept
-        assert step.plan(activation_budget=budget).recompute_seconds < dearer.recompute_seconds
+        assert step.plan(budget=planner.Budget(activations=budget)).recompute_seconds < dearer.recompute_seconds
 
 
 def fields(of: Any) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def test_the_plan_says_what_is_kept() -> None:
     assert plan.kept
     read = Plan.from_json(plan.to_json())
     assert read.kept == plan.kept
-    model = planner.auto_wrap(Transformer(), plan=read)
+    model = planner.auto_wrap(Transformer(), budget=read)
     model(SEQUENCES).backward()
     assert planner.plan_of(model).kept == plan.kept
     model(SEQUENCES[:2])  # carried over to other sizes

@@ -175,7 +175,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
 
 def wrapped(model: nn.Module) -> nn.Module:
     return planner.auto_wrap(
-        copy.deepcopy(model), activation_budget="85%", runtime="graph", time_limit_seconds=0.2, cost_model="roofline"
+        copy.deepcopy(model),
+        budget=planner.Budget(activations="85%"),
+        runtime="graph",
+        search=planner.Search(time_limit_seconds=0.2),
+        target=planner.Target(cost_model="roofline"),
     )
 
 
@@ -265,7 +269,12 @@ def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(mo
         return of_calls(nodes, *rest)
 
     monkeypatch.setattr(sized, "of_calls", spy)
-    varying = planner.auto_wrap(Recurrent(), activation_budget="150%", runtime="graph", time_limit_seconds=0.2)
+    varying = planner.auto_wrap(
+        Recurrent(),
+        budget=planner.Budget(activations="150%"),
+        runtime="graph",
+        search=planner.Search(time_limit_seconds=0.2),
+    )
     for rows in (12, 8, 10, 6):
         step(varying, (floats(12, rows, WIDTH),))
 
@@ -296,7 +305,7 @@ def test_a_result_that_a_kernel_lays_out_in_its_own_way_is_made_plain_at_each_si
 
 @pytest.mark.parametrize("runtime", ["auto", "modules"])
 def test_nested_inputs_are_refused_by_name(runtime: str) -> None:
-    model = planner.auto_wrap(Stack(2), activation_budget="75%", runtime=runtime)
+    model = planner.auto_wrap(Stack(2), budget=planner.Budget(activations="75%"), runtime=runtime)
     rows_of_lengths = [torch.randn(length, WIDTH) for length in (30, 50)]
     with pytest.raises(UnsupportedModelError, match="an input is a nested tensor"):
         model(torch.nested.nested_tensor(rows_of_lengths, layout=torch.jagged))

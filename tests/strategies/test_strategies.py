@@ -444,7 +444,7 @@ def test_names_with_numbers() -> None:
 
 
 def test_audit_and_what_if_take_every_name() -> None:
-    audit = audit_study(study_of(), "chunked-2", Search(solver="sqrt"))
+    audit = audit_study(study_of(), "chunked-2", Search("sqrt"))
     assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
     with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
         audit_study(study_of(*chain()), "megatron-selective", Search())

@@ -185,7 +185,7 @@ def for_one_row(search: Search) -> Search:
 def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:
     """Plan a step for a budget, and give what comes of it in numbers; nothing is compared, as nobody would see it."""
     try:
-        plan = study.planned(Budget(budget=budget_bytes), replace(search, compare=False), offload)
+        plan = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)
     except NoPlanFitsError as error:
         return Outcome(status="infeasible", minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes)
     return Outcome(
@@ -201,7 +201,7 @@ def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Ou
 def _smallest_budget(study: Study, plan: Plan, search: Search, offload: Offload) -> int:
     host = study.host_for(offload)
     step = study.for_host(host)
-    problem = step.posed(Budget(budget=plan.budget_bytes), host)
+    problem = step.posed(Budget(plan.budget_bytes), host)
     return smallest_budget(problem, plan.schedule_for(step.graph), search, step.static_memory)
 
 

@@ -134,7 +134,7 @@ def _planned(
             try:
                 return in_two.planned()
             except InfeasibleBudgetError:  # what waits takes memory
-                options = replace(options, budget=Budget(budget=in_two.budget_bytes))
+                options = replace(options, budget=Budget(in_two.budget_bytes))
     return _Rank(rank, sizes, target, options, return_outputs=return_outputs).planned()
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
-from cost_models.measured import Profile
 from planner.capture.inputs import Inputs, LossFunction, check_module
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
-from planner.common.limits import Progress
-from planner.common.options import Training, picked
+from planner.common.options import Search, Target, Training
 from planner.common.units import Size
 from planner.errors import UsageError
 from planner.extras.pipelines.devices import make_pipeline_plan
@@ -29,30 +27,18 @@ from planner.session.step import LoweredStep, Options, captured, cost, lower_ste
 
 def plan_pipeline(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
     budget: Size,
     stages: int,
     micro_batches: int,
     schedule: str = "1f1b",
     chunks: int = 1,
-    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    device: str | None = None,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    data_parallel: str = "none",
-    ranks: int = 1,
-    reserve: Size = 0,
+    training: Training | str = Training(),
+    search: Search | str = Search(),
+    target: Target | str = Target(),
     name: str = "",
-    progress: Progress | None = None,
 ) -> PipelinePlan:
     """Plan every stage of a pipeline under a memory budget for each device; nothing is run.
 
@@ -60,7 +46,7 @@ def plan_pipeline(
     ----------
     model : torch.nn.Module
         Whole. Its layers are cut into stages whose forwards take about equally long.
-    example_inputs : tensor, tuple or dict
+    inputs : tensor, tuple, dict or Inputs
         Those of one micro-batch.
     budget : int, float or str
         What each device may hold; ``"60%"`` is of the highest peak of a device without recompute.
@@ -72,12 +58,12 @@ def plan_pipeline(
         ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``; see :mod:`planner.extras.pipelines.schedules`.
     chunks : int
         Groups of layers on each device, 2 or more for ``"interleaved"``.
-    time_limit_seconds : float
-        Roughly, for each device.
-    example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile
+    loss_fn, target, name
         See :func:`planner.plan`.
-    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, name, progress
+    training : str or Training
         See :func:`planner.plan`; ``data_parallel`` is ``"none"`` or ``"ddp"``.
+    search : str or Search
+        See :func:`planner.plan`; the time limit is for each device.
 
     Returns
     -------
@@ -102,15 +88,15 @@ def plan_pipeline(
     >>> [stage.micro_batches_in_flight for stage in made.stages]
     [2, 1]
     """
-    asked = locals()
+    options = Options.of(locals(), loss=LossMemory())
     pipeline = PipelineSchedule(stages=stages, micro_batches=micro_batches, name=schedule, chunks=chunks)
-    training = picked(Training, asked)
-    if data_parallel == "fsdp2":
+    training = options.training
+    if training.data_parallel == "fsdp2":
         raise UsageError("fsdp2 inside a pipeline is not planned: use data_parallel='ddp', or no pipeline")
     check_module(model)
     begun = time.perf_counter()
-    inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options.of(asked, training=Training(), loss=LossMemory())
+    inputs = Inputs.of(inputs)
+    options = replace(options, training=Training())
     options = with_loss(model, options, loss_fn, inputs)
     step = lower_step(model, captured(model, inputs, options), options)
     costing = cost(model, step.lowered, step.spec, options)

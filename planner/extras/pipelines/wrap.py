@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cost_models.measured import Profile
 from planner import runtimes
 from planner.analysis.compatibility import check_solver
 from planner.api import unwrap
 from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
 from planner.capture.planned_call import install_planned_call
-from planner.common.limits import Progress
-from planner.common.options import Budget
+from planner.common.options import Budget, Search, Target, Training
 from planner.common.units import Size
 from planner.extras.pipelines.deferred_weight_grads import LaterWeights
 from planner.extras.pipelines.pipelining_internals import RankOfPipeline
@@ -26,24 +23,14 @@ from planner.session.step import Options
 
 def wrap_pipeline(
     schedule: Any,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    target: Any = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    budget: Budget | Size | None = None,
+    labels: Any = None,
     return_outputs: bool = True,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    reserve: Size = 0,
-    progress: Progress | None = None,
+    training: Training | str = Training(),
+    search: Search | str = Search(),
+    target: Target | str = Target(),
 ) -> StagePlan:
     """Make the stages of this rank keep a memory budget in a schedule of ``torch.distributed.pipelining``.
 
@@ -57,21 +44,18 @@ def wrap_pipeline(
         ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
         (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
         stages are made by ``PipelineStage(module, ...)``.
-    example_inputs, example_kwargs, target
-        What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, the target
-        where the last one is.
-    budget, activation_budget : int, float or str
+    inputs, labels
+        What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, and as
+        ``labels`` its ``target`` where the last one is.
+    budget : int, float, str or Budget
         What this rank may hold, or may allocate on top of what is resident; see :func:`planner.plan`. ``"60%"`` is of
         what this rank holds without recompute.
     return_outputs : bool
         As ``schedule.step`` is called: whether the rank of the last stage keeps the outputs of all micro-batches, and
         puts them together.
-    time_limit_seconds : float
-        Roughly, for this rank.
-    solver, deterministic, seed, cost_model, profile, optimizer, master_weights, reserve, progress
-        See :func:`planner.plan`.
-    gradient_accumulation : bool
-        Whether gradients of earlier steps are there when ``schedule.step`` begins.
+    training, search, target
+        See :func:`planner.plan`; ``gradient_accumulation`` says whether gradients of earlier steps are there when
+        ``schedule.step`` begins.
 
     Returns
     -------
@@ -91,25 +75,23 @@ def wrap_pipeline(
     PlannerError
         If another rank failed, or went away.
     """
-    asked = locals()
-    options = Options.of({**asked, "compare": False}, runtime="graph")
-    check_solver(options.runtime, solver)
+    options = Options.of({**locals(), "runtime": "graph"})
+    check_solver(options.runtime.name, options.search.solver)
     options.budget.check()
-    if progress is None:
-        options = replace(options, search=replace(options.search, progress=tell))
+    search = replace(options.search, compare=False, progress=options.search.progress or tell)
+    options = replace(options, search=search)
     rank = RankOfPipeline.of(schedule)
-    has_inputs = example_inputs is not None or bool(example_kwargs)
-    example = Inputs.of(example_inputs, example_kwargs) if has_inputs else Inputs((), {})
+    example = Inputs.of(inputs) if inputs is not None else Inputs((), {})
     for stage in rank.stages:
         unwrap(stage.submod)
     with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
-        made, planned = plan_rank(rank, example, target, options, return_outputs=return_outputs)
+        made, planned = plan_rank(rank, example, labels, options, return_outputs=return_outputs)
     deferred = []
     for one in planned:
         later = None if one.options.deferred is None else LaterWeights()
-        budget_of_stage = Budget(budget=one.plan.budget_bytes)
+        budget_of_stage = Budget(one.plan.budget_bytes)
         own = replace(one.options, budget=budget_of_stage, reused_plan=one.plan, deferred=later)
-        running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
+        running = runtimes.get(own.runtime.name).start(one.module, own, plan=one.plan, replan=False)
         install_planned_call(one.module, running)
         deferred.append(later)
     rank.give_weights_by(deferred)

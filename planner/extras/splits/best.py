@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +37,11 @@ class LayersDifferError(UsageError):
 
 def best_splits(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
     gpus: int,
     global_batch: int,
     device: str,
-    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     layers: int | None = None,
     optimizer: str = "none",
@@ -68,7 +67,7 @@ def best_splits(
     ----------
     model : torch.nn.Module
         Real, or built under ``planner.capture.fake_mode()`` to need no memory.
-    example_inputs, example_kwargs, loss_fn, name, progress
+    inputs, loss_fn, name, progress
         See :func:`planner.plan`; the inputs are of one sample, of full length.
     gpus, global_batch : int
         Devices, and samples of a step.
@@ -117,7 +116,7 @@ def best_splits(
     (4, 8)
     """
     spec = devices.find(device)
-    training = Training(optimizer=optimizer, master_weights=master_weights, reserve=reserve)
+    training = Training(optimizer, master_weights=master_weights, reserve=reserve)
     links = links_of(spec, node_devices=node_gpus, node_link=node_link, network=network)
     reserved = parse_size(reserve, whole_bytes=spec.memory_bytes) if reserve else 0
     question = Question(
@@ -132,9 +131,9 @@ def best_splits(
     )
     if confirm and layers is not None:
         raise UsageError("confirm needs the whole model: leave out layers")
-    inputs = one_sample(Inputs.of(example_inputs, example_kwargs))
+    inputs = one_sample(Inputs.of(inputs))
     options = Options(
-        target=Target(device=device, cost_model="roofline"),
+        target=Target(device, cost_model="roofline"),
         training=training,
         search=Search(progress=progress),
         name=name,
@@ -209,19 +208,20 @@ def _confirmed(
     model, inputs = at(split.micro_batch)
     if progress is not None:
         progress(f"planning micro-batches of {split.micro_batch}")
-    how: dict[str, Any] = {"optimizer": training.optimizer, "master_weights": training.master_weights}
-    if split.data > 1:
-        how |= {"data_parallel": _DATA_PARALLEL[split.sharding], "ranks": split.data}
     count = split.micro_batches(question.global_batch)
     step = study(
         model,
         inputs,
         loss_fn=loss_fn,
-        device=device.name,
-        cost_model="roofline",
-        deterministic=True,
-        gradient_accumulation=count > 1,
-        **how,
+        training=Training(
+            training.optimizer,
+            master_weights=training.master_weights,
+            gradient_accumulation=count > 1,
+            data_parallel=_DATA_PARALLEL[split.sharding] if split.data > 1 else "none",
+            ranks=split.data,
+        ),
+        search=Search(deterministic=True),
+        target=Target(device.name, cost_model="roofline"),
     )
     plan = step.plan(budget=question.memory_bytes + device.library_bytes)
     return Confirmed(

@@ -84,7 +84,7 @@ def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
 
     progress("capturing one sample")
     asked: dict[str, Any] = {
-        **_asked.keywords(args, Training),
+        **{name: getattr(args, name) for name in ("optimizer", "master_weights", "reserve")},
         "gpus": args.gpus,
         "global_batch": args.global_batch,
         "device": args.device,
