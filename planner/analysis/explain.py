@@ -223,7 +223,7 @@ class _Reasons:
 
     def _price_of_dropping(self, row: ValueRow, seconds: float) -> str:
         cost = f"dropping it would free {format_bytes(row.size_bytes)} for {format_seconds(seconds)}"
-        runs = f", {row.again_runs} operations run again" if row.again_runs > 1 else ""
+        runs = f", {row.again_runs} operations recomputed" if row.again_runs > 1 else ""
         price = f" ({per_ms(row.size_bytes / seconds)}{runs})" if seconds > 0 else ""
         if self.lowest_price is None or seconds <= 0 or row.size_bytes / seconds > self.lowest_price * (1 + _SAME):
             return f"{cost}{price}, and the plan fits without that"
@@ -238,7 +238,7 @@ class _Reasons:
         if not row.needed:
             return "the backward does not read it, but what is recomputed is made from it"
         if self.largest[row.operation] is not row:
-            return f"its operation runs again for a larger result; this one frees {format_bytes(row.size_bytes)}"
+            return f"its operation is recomputed for a larger result; this one frees {format_bytes(row.size_bytes)}"
         kept_bytes = row.busiest_bytes + row.size_bytes
         if kept_bytes > self.plan.budget_bytes:
             over = format_bytes(kept_bytes - self.plan.budget_bytes)

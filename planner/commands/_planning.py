@@ -46,7 +46,7 @@ def report_budgets(args: argparse.Namespace) -> int:
     """Show budgets to choose from, where none was named; that is no plan, so it ends as wrong usage does."""
     import planner
     from planner.analysis.trade_off.curve import suggest
-    from planner.report import render_suggestions
+    from planner.report.comparisons import render_suggestions
 
     with _asked.working(args) as (progress, loaded):
         asked = _asked.keywords(args, Search, Target, Training)
@@ -74,7 +74,7 @@ def report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None =
     if write:
         write(plan)
     report = plan.report(operations=args.operations)
-    draw = partial(render, plan, full=args.full, show_operations=args.operations, show_tree=args.tree)
+    draw = partial(render, plan, full=args.full, show_operations=args.operations)
     hand_out({**report, "timings_seconds": seconds} if args.timings else report, args.json, draw)
     if args.timings and args.json != "-":
         show(partial(render_timings, seconds))

@@ -38,7 +38,7 @@ class _Audit(AboutModel):
 
     def run(self, args: argparse.Namespace) -> int:
         from planner.analysis.audit import read_current
-        from planner.report import render_audit
+        from planner.report.comparisons import render_audit
 
         _asked.check_solving(args)
         read_current(args.current)

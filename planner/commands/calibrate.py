@@ -29,7 +29,7 @@ class _Calibrate(Alone):
 
             spec = calibrate(progress=progress)
         device_file.save(spec, args.output)
-        from planner.report import render_device
+        from planner.report.measured import render_device
 
         show(partial(render_device, spec, args.output))
         return 0

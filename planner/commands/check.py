@@ -23,7 +23,7 @@ class _Check(AboutModel):
 
     def run(self, args: argparse.Namespace) -> int:
         from planner.plans import device_file
-        from planner.report import render_diagnosis
+        from planner.report.findings import render_diagnosis
 
         _asked.check_model(args)
         picked(Training, vars(args))

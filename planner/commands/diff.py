@@ -23,7 +23,7 @@ class _Diff(Alone):
     def run(self, args: argparse.Namespace) -> int:
         from planner.analysis.diff import diff
         from planner.plans.plan import Plan
-        from planner.report import render_difference
+        from planner.report.diff import render as render_difference
 
         _asked.check_writable(args.json)
         difference = diff(Plan.load(args.a), Plan.load(args.b))

@@ -32,7 +32,7 @@ class _Explain(Alone):
     def run(self, args: argparse.Namespace) -> int:
         from planner.analysis.explain import explain
         from planner.plans.plan import Plan
-        from planner.report import render_explanation
+        from planner.report.explain import render as render_explanation
 
         if args.all and args.module:
             raise UsageError("--all shows every module: leave it out, or leave out the module")

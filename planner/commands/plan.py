@@ -29,7 +29,6 @@ class _Plan(AboutModel):
         results = planning_options(parser)
         results.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
-        results.add_argument("--tree", action="store_true", help="add the tree of all modules")
         results.add_argument(
             "--memory-viz", metavar="FILE.pickle", help="write the predicted allocations for pytorch.org/memory_viz"
         )

@@ -28,7 +28,7 @@ class _Profile:
 
     def run(self, args: argparse.Namespace) -> int:
         from planner.plans import profile_file
-        from planner.report import render_profile
+        from planner.report.measured import render_profile
 
         _asked.check_model(args)
         _asked.check_writable(args.output)

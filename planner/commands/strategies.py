@@ -26,7 +26,7 @@ class _Strategies(AboutModel):
         import planner
         from planner import strategies
         from planner.analysis.strategy_comparison import compare
-        from planner.report import render_established
+        from planner.report.comparisons import render_established
 
         _asked.check_solving(args)
         for name in args.only:

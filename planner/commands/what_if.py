@@ -305,7 +305,8 @@ def _inputs_of(loaded: ZooModel) -> Inputs:
 def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:
     from planner.analysis.trade_off.answers import csv_text
     from planner.common.atomic import write_text
-    from planner.report import curve_chart, render_what_if
+    from planner.report import curve_chart
+    from planner.report.what_if import render as render_what_if
 
     if args.csv:
         write_text(args.csv, csv_text(answers.curve))

@@ -14,7 +14,7 @@ from planner.ir.layers import find_layers, forward_of_blocks
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.plans.plan import BaselineRow
+from planner.plans.plan import OWN, ComparisonRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def regions_of_blocks(problem: Problem) -> tuple[Region, ...]:
     return tuple(region for region in problem.regions or () if region.module in blocks)
 
 
-def baseline_rows(problem: Problem, own: Problem, solution: Solution) -> Iterator[BaselineRow]:
+def baseline_rows(problem: Problem, own: Problem, solution: Solution) -> Iterator[ComparisonRow]:
     """Set a solution, the last row, beside no recompute, every layer, every second layer, and two simple solvers.
 
     The solution is of its ``own`` problem, whose operations may be in another order. Where modules are chosen, those
@@ -100,10 +100,10 @@ def baseline_rows(problem: Problem, own: Problem, solution: Solution) -> Iterato
     if problem.regions is None:
         yield _solver_row(problem, "sqrt(L)", "sqrt")
         yield _solver_row(problem, "chain DP", "chain-dp")
-    yield _baseline(own, "this plan", solution.schedule, solution.solve_seconds)
+    yield _baseline(own, OWN, solution.schedule, solution.solve_seconds)
 
 
-def _layer_row(problem: Problem, name: str, n: int) -> BaselineRow:
+def _layer_row(problem: Problem, name: str, n: int) -> ComparisonRow:
     started = time.perf_counter()
     if problem.regions is None:
         schedule = every_nth_layer(problem.graph, n)
@@ -113,13 +113,13 @@ def _layer_row(problem: Problem, name: str, n: int) -> BaselineRow:
         schedule = schedule_of(problem.graph, blocks[::n]) if blocks else None
         missing = NO_BLOCKS
     if schedule is None:
-        return BaselineRow(name=name, reason=missing)
+        return ComparisonRow(name=name, reason=missing)
     return _baseline(problem, name, schedule, time.perf_counter() - started)
 
 
-def _baseline(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
+def _baseline(problem: Problem, name: str, schedule: Schedule, seconds: float) -> ComparisonRow:
     found = evaluate(problem, schedule, name)
-    return BaselineRow(
+    return ComparisonRow(
         name=name,
         peak_bytes=found.peak_bytes,
         overhead=found.overhead,
@@ -128,7 +128,7 @@ def _baseline(problem: Problem, name: str, schedule: Schedule, seconds: float) -
     )
 
 
-def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:
+def _solver_row(problem: Problem, name: str, solver: str) -> ComparisonRow:
     """Return what a simple solver does at the budget, or if it cannot keep that, the least that it can do."""
     from planner.solvers import solve
 
@@ -136,7 +136,7 @@ def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:
         found = solve(replace(problem, host=None), solver, time_limit_seconds=_SECONDS_EACH, deterministic=True)
     except InfeasibleBudgetError as error:
         lowest = format_bytes(error.minimum_feasible_peak_bytes)
-        return BaselineRow(name=name, reason=f"no plan of this kind keeps the budget; one for {lowest} is known")
+        return ComparisonRow(name=name, reason=f"no plan of this kind keeps the budget; one for {lowest} is known")
     except SolverUnavailableError as error:
-        return BaselineRow(name=name, reason=str(error))
+        return ComparisonRow(name=name, reason=str(error))
     return _baseline(problem, name, found.schedule, found.solve_seconds)

@@ -31,6 +31,9 @@ SCHEMA = 1
 _OF_THE_FILE = ("fingerprint", "decisions", "order", "values")
 """Keys that a plan file has beside those of a report."""
 
+OWN = "this plan"
+"""Name of a plan among the ways that it is compared with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakLocation:
@@ -79,11 +82,12 @@ class LayerPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineRow:
-    """A method that people use without a planner, beside the plan.
+class ComparisonRow:
+    """A way to train the step, beside others: a baseline of a plan, a strategy, a present set-up.
 
-    If there is no such schedule, the simulated peak and the overhead are None, and there is a reason. ``seconds`` is
-    the time to find it.
+    If there is no such schedule, peak and overhead are None, and there is a reason. ``seconds`` is the time to find it,
+    ``fits`` whether it keeps the budget that was asked about. Beside it may stand the best plan that is known for its
+    peak, who found that, and what is proven of all plans for that peak, or for the budget that was asked about.
     """
 
     name: str
@@ -92,6 +96,22 @@ class BaselineRow:
     seconds: float = 0.0
     fits: bool = False
     reason: str = ""
+    host_bytes: int = field(default=0, metadata={"left_out": True})
+    best_overhead: float | None = field(default=None, metadata={"left_out": True})
+    lower_bound_overhead: float | None = field(default=None, metadata={"left_out": True})
+    solver: str = field(default="", metadata={"left_out": True})
+
+    @property
+    def excess(self) -> float | None:
+        """What it pays more than the best plan."""
+        known = self.best_overhead is not None and self.overhead is not None
+        return self.overhead - self.best_overhead if known else None  # type: ignore[operator]
+
+    @property
+    def gap(self) -> float | None:
+        """What it pays more than the lower bound."""
+        known = self.lower_bound_overhead is not None and self.overhead is not None
+        return self.overhead - self.lower_bound_overhead if known else None  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +357,7 @@ class Plan:
     """What is alive at the peak, by kind; adds up to the peak."""
     placement: tuple[LayerPlacement, ...]
     """What happens to each layer, in forward order."""
-    baselines: tuple[BaselineRow, ...]
+    baselines: tuple[ComparisonRow, ...]
     """Other ways, and last the plan itself."""
     recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
     """The decisions: for an operation's key, the keys of what is run again right before it."""

@@ -26,7 +26,7 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
-from planner.report import render_audit
+from planner.report.comparisons import render_audit
 from tests.example_graphs import Builder, transformer
 
 GRAPH, COSTS = transformer(4)

@@ -38,7 +38,8 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import cheapest_within, every_nth_layer
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
-from planner.report import curve_chart, render_what_if
+from planner.report import curve_chart
+from planner.report.what_if import render as render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph

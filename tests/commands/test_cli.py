@@ -235,7 +235,7 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
 
 def test_the_report_as_page_tree_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
     page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
-    done = run("plan", "minigpt", "--budget", "80%", "--tree", "--html", str(page), "--memory-viz", str(snapshot))
+    done = run("plan", "minigpt", "--budget", "80%", "--html", str(page), "--memory-viz", str(snapshot))
     assert done.code == 0 and "Modules: saved, freed, added" in done.out
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
     nowhere = str(tmp_path / "missing" / "file")

@@ -17,7 +17,7 @@ from planner.analysis.trade_off.curve import CurveSweep
 from planner.common.options import Search
 from planner.common.units import format_bytes
 from planner.exporters._export import Export, Figures, Label
-from planner.plans.plan import BaselineRow, Plan
+from planner.plans.plan import ComparisonRow, Plan
 from planner.report.page import to_html
 from planner.report.page.what_if import what_if_page
 from tests.analysis.test_what_if import study_of
@@ -268,7 +268,7 @@ def test_the_chosen_point_shows_its_exports(browser: Any, answers: Answers, tmp_
 
 def test_names_in_the_page_of_a_what_if_stay_names(answers: Answers) -> None:
     curve = dataclasses.replace(answers.curve, model=HOSTILE, device=HOSTILE)
-    plans = tuple(hostile(dataclasses.replace(plan, baselines=(BaselineRow(name="x"),))) for plan in answers.plans)
+    plans = tuple(hostile(dataclasses.replace(plan, baselines=(ComparisonRow(name="x"),))) for plan in answers.plans)
     reader = parsed(what_if_page(dataclasses.replace(answers, curve=curve, plans=plans)))
     assert reader.tags.count("script") == 2 and "img" not in reader.tags
 

@@ -183,7 +183,7 @@ def test_the_plan_says_what_is_kept() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     render(plan, console, full=True)
     shown = console.export_text()
-    assert "Kept in modules that run again" in shown and "addmm #" in shown
+    assert "Kept in checkpointed modules" in shown and "addmm #" in shown
     assert not carries_exactly(plan, "fsdp")
     damaged = plan.to_json().replace('"kept": {', '"kept": {"h.0": {"aten.mm.default": [-1]},', 1)
     with pytest.raises(PlanFileError, match="kept"):

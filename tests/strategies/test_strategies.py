@@ -15,7 +15,7 @@ import cli
 import cost_models
 from planner import strategies
 from planner.analysis.audit import audit_study
-from planner.analysis.strategy_comparison import Established, StrategyRow, compare
+from planner.analysis.strategy_comparison import Established, compare
 from planner.analysis.study import Study
 from planner.analysis.trade_off import answers as ways
 from planner.common.options import Search
@@ -27,9 +27,9 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes, simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
-from planner.plans.plan import PlanOrigin
-from planner.report import render_established
-from planner.report.established import answer
+from planner.plans.plan import ComparisonRow, PlanOrigin
+from planner.report.comparisons import render_established
+from planner.report.comparisons import strategies_answer as answer
 from planner.strategies import StrategyStep, _rules
 from planner.strategies._rules import GATHER, peak_bytes, searched_count
 from tests.example_graphs import Builder, transformer
@@ -466,7 +466,7 @@ def _fixed(*rows: tuple[str, float, float, float, float]) -> Established:
         model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=9 * 2**30,
         baseline_step_seconds=0.5, absent={"megatron-selective": "toy has no attention in its blocks"},
         rows=tuple(
-            StrategyRow(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
+            ComparisonRow(name=name, peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
                      lower_bound_overhead=bound, solver="ilp")
             for name, size, pays, best, bound in rows
         ),

@@ -11,7 +11,7 @@ from rich.text import Text
 from planner.common.units import format_bytes, format_seconds
 from planner.extras.pipelines.plan import PipelinePlan
 from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table
-from planner.report.verdict import again, fits
+from planner.report.verdict import fits, recomputed
 
 
 def render(plan: PipelinePlan, console: Console) -> None:
@@ -57,7 +57,7 @@ def _verdict(plan: PipelinePlan) -> str:
     parts = [part for stage in plan.stages for part in stage.plans]
     return (
         f"{fits(plan.peak_bytes, plan.budget_bytes)} · {cost} · stage {binding.index} of {plan.schedule.stages} binds, "
-        f"{count} {one if count == 1 else several} in flight · {again(parts)}"
+        f"{count} {one if count == 1 else several} in flight · {recomputed(parts)}"
     )
 
 
