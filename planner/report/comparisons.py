@@ -243,7 +243,7 @@ def _excess(row: ComparisonRow) -> float:
 
 def _pays(row: ComparisonRow) -> str:
     best = "-" if row.best_overhead is None else signed_percent(row.best_overhead)
-    return f"{row.name}, {signed_percent(row.overhead)} where {best} would do"
+    return f"{row.name}, {signed_percent(row.overhead or 0.0)} where {best} would do"
 
 
 def _strategy_notes(established: Established) -> list[str]:
