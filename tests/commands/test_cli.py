@@ -32,7 +32,7 @@ from tests.planned import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 GRAPH, COSTS = transformer(4)
-VERDICT = re.compile(r"FITS .* of .* · [+-][\d.]+% step time .* again")
+VERDICT = re.compile(r"FITS .* of .* · [+-][\d.]+% step time .* recomputed")
 
 
 class Outcome:
@@ -233,10 +233,10 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     assert found.out == ""
 
 
-def test_the_report_as_page_tree_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
+def test_the_report_as_page_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
     page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
     done = run("plan", "minigpt", "--budget", "80%", "--html", str(page), "--memory-viz", str(snapshot))
-    assert done.code == 0 and "Modules: saved, freed, added" in done.out
+    assert done.code == 0
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
     nowhere = str(tmp_path / "missing" / "file")
     for option in ("--html", "--memory-viz"):
