@@ -11,9 +11,6 @@ whatever a plan does for all of them it may do for some. So a set can stand for 
 
 - A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
 - Two of the values alone may need more than the peak so far; then so do all.
-- One of them may leave no room for making the others again: then what those are made of was live while it was made, on
-  each way from the operations that find no room beside it to the set at least one value. The least that such values
-  come to is a minimum cut (Ford and Fulkerson, "Maximal flow through a network", Canadian Journal of Math. 8, 1956).
 - What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
@@ -22,13 +19,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate, combinations, islice
-
-import networkx as nx
-from networkx.algorithms.flow import dinitz
 
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.solving.recompute_search import Making, members, set_of
@@ -44,9 +37,6 @@ first and where that did not do: always the same work. A look takes about twenty
 _LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
 """Between two sets of ever fewer bytes on the way to one value; and to know what two need."""
 
-_VALUES_PER_LOOK = 30
-"""Values that are passed, when it is seen what depends on what, in the time of one look."""
-
 _REMEMBERED = 16
 """Ways to each value that are remembered, and as many that led nowhere."""
 
@@ -56,10 +46,6 @@ _SMALL = 1e-3
 Live = frozenset[int]
 
 _NOTHING: Live = frozenset()
-
-_SOURCE, _SINK = "what is wanted", "what cannot run"
-_BEFORE, _AFTER = False, True
-"""The two nodes of a value: a way that passes it goes from the one to the other."""
 
 
 class _Care(IntEnum):
@@ -171,12 +157,6 @@ class Births:
         """For a value, what was met in vain on the ways to it, which of that was held, and in how many bytes."""
         self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
         """What two values need at least, and the peak at which that was asked."""
-        self.cuts: dict[Live, tuple[int, int]] = {}
-        """Likewise what sets need for what waits."""
-        self.left: dict[tuple[int, int], Behind] = {}
-        """For a value and bytes, what finds no room in them beside it."""
-        self.touched_bytes: list[int] = []
-        """What each operation needs beside what is retained and what stands, once that is asked."""
 
     def plain_peak(self, first_run_bytes: int, looks: int) -> int:
         """Return the least that is there at most before an operation, and no less than given, if so many looks do."""
@@ -214,7 +194,7 @@ class Births:
             if self.looks <= last:
                 return peak
             self.looks -= 1
-            if care is _Care.PAIRS and (needed := self._by_cuts(live, peak) or self._by_pairs(live, peak)) > peak:
+            if care is _Care.PAIRS and (needed := self._by_pairs(live, peak)) > peak:
                 seen[live] = needed
                 number += 1
                 heapq.heappush(queue, (needed, len(live), number, live))
@@ -249,51 +229,6 @@ class Births:
     def _standing_bytes(self, ran: int) -> int:
         """Return what stands once an operation has run."""
         return self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
-
-    def _by_cuts(self, live: Live, peak_bytes: int) -> int:
-        """Return what these values need for what waits while one of them is made, if that is above a peak; else 0."""
-        needed, asked = self.cuts.get(live, (0, -1))
-        if needed <= peak_bytes and asked < peak_bytes:
-            needed = max((self._beside(value, live, peak_bytes) for value in sorted(live)), default=0)
-            self.cuts[live] = needed, peak_bytes
-        return needed if needed > peak_bytes else 0
-
-    def _beside(self, value: int, live: Live, peak_bytes: int) -> int:
-        """Return what is there in the last run that makes a value, if that is above a peak; else the peak."""
-        maker = self.producer[value]
-        others = live - self.touched[maker]
-        standing_bytes = self._standing_bytes(maker)
-        first_bytes = standing_bytes + self._with(value, maker)
-        if first_bytes + sum(map(self.beside_bytes.__getitem__, others)) <= peak_bytes:
-            return peak_bytes
-        while True:
-            left = self._left(value, peak_bytes - standing_bytes)
-            waiting_bytes, work = least_cut(self.graph, self.beside_bytes, self.touched[maker], others, left)
-            self.looks -= 1 + work
-            if first_bytes + waiting_bytes <= peak_bytes or self.looks <= 0:
-                return peak_bytes
-            # From that on there may be a way, or once one more operation finds room.
-            rooms = (standing_bytes + self._with(value, operation) for operation in left.operations)
-            peak_bytes = min(first_bytes + waiting_bytes, *rooms)
-
-    def _left(self, value: int, room_bytes: int) -> Behind:
-        """Return what cannot run any more once a value is made that stays, in so many bytes."""
-        if (value, room_bytes) not in self.left:
-            self.looks -= 1 + len(self.inputs) // _VALUES_PER_LOOK
-            count = len(self.inputs)
-            self.left[value, room_bytes] = behind(
-                self.graph, {index for index in range(count) if self._with(value, index) > room_bytes}
-            )
-        return self.left[value, room_bytes]
-
-    def _with(self, value: int, operation: int) -> int:
-        """Return what an operation needs while a value is there."""
-        if not self.touched_bytes:
-            self.touched_bytes = [
-                sum(map(self.beside_bytes.__getitem__, touched)) + cost.workspace_bytes
-                for touched, cost in zip(self.touched, self.costs, strict=True)
-            ]
-        return self.touched_bytes[operation] + (0 if value in self.touched[operation] else self.beside_bytes[value])
 
     def _by_pairs(self, live: Live, peak_bytes: int) -> int:
         """Return what two of these values need, if that is above a peak; else the peak."""
@@ -436,51 +371,3 @@ class Births:
 
     def _large(self, values: Sequence[int]) -> Live:
         return frozenset(u for u in values if self.sizes[u] > self.least_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """What cannot run any more, and what cannot be made without it."""
-
-    operations: Set[int]
-    values: Set[int]
-
-
-def behind(graph: TrainingGraph, operations: Set[int]) -> Behind:
-    """Return what depends on operations. O(operations + reads)."""
-    values = set[int]()
-    for index, operation in enumerate(graph.operations):
-        if index in operations or not values.isdisjoint(operation.inputs):
-            values.update(operation.outputs)
-    return Behind(operations, values)
-
-
-def least_cut(
-    graph: TrainingGraph, size_bytes: Sequence[int], free: Set[int], wanted: Collection[int], behind: Behind
-) -> tuple[int, int]:
-    """Return the least bytes of values without which nothing ``wanted`` depends on the operations; and the work.
-
-    Values that are ``free``, or of no size, cost nothing. The work is how many values there are on the ways: a flow
-    among them takes no more than their square times what they read (Dinitz, "Algorithm for solution of a problem of
-    maximum flow in networks with power estimation", Soviet Mathematics Doklady 11, 1970), and mostly about as long as
-    to walk over them a few times.
-    """
-    network = nx.DiGraph()
-    network.add_nodes_from((_SOURCE, _SINK))
-    left = [u for u in wanted if u in behind.values and u not in free]
-    seen = set(left)
-    network.add_edges_from((_SOURCE, (u, _BEFORE)) for u in left)
-    while left:
-        value = left.pop()
-        maker = graph.producer[value]
-        network.add_edge((value, _BEFORE), (value, _AFTER), capacity=size_bytes[value])
-        if maker in behind.operations:
-            network.add_edge((value, _AFTER), _SINK)
-            continue
-        for u in graph.operations[maker].inputs:
-            if u in behind.values and u not in free:
-                network.add_edge((value, _AFTER), (u, _BEFORE))
-                if u not in seen:
-                    seen.add(u)
-                    left.append(u)
-    return nx.minimum_cut_value(network, _SOURCE, _SINK, flow_func=dinitz), len(seen)

@@ -52,7 +52,6 @@ ONLY_IN = {
     "networkx": (
         "planner.transforms.chunk_region",
         "planner.capture.dispatch_internals",
-        "planner.solving.peak_proof",
     ),
     "rich": (
         "planner.report",
