@@ -1,4 +1,4 @@
-"""Regions that ``torch.utils.checkpoint`` can run again, as decisions on a training graph.
+"""Regions that ``torch.utils.checkpoint`` can recompute, as decisions on a training graph.
 
 In the graph of an eager step each region brings three operations of no cost along: ``hold``,
 run again when the checkpoint lets go of its inputs and of the random state; ``scratch``, run again

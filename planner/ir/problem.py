@@ -1,4 +1,4 @@
-"""What a solver is given and what it gives back."""
+"""The planning problem that a solver gets, and the solution that it returns."""
 
 from __future__ import annotations
 

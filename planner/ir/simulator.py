@@ -1,4 +1,4 @@
-"""The exact simulator: the only judge of what a schedule costs.
+"""The exact simulator: peak and time of a schedule, and the only judge of them.
 
 It follows what the generated code does. While an operation runs, its inputs, its outputs, its
 workspace and every copy that a later run reads are there; a copy nobody reads again goes right

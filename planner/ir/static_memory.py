@@ -1,4 +1,4 @@
-"""What is on the device around forward and backward, as plain data."""
+"""What is resident on the device around forward and backward, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic programming over the chain of stages: which to save whole, where to restart from, nested.
+"""Dynamic programming over a chain of stages: which to save whole, and where to restart from, nested (rotor).
 
 A stage's forward is run either saving all that its backward needs, or only passing through to a
 later stage whose input is kept. What was passed is done again, by the same rule, when the

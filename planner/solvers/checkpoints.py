@@ -1,4 +1,4 @@
-"""Which calls of modules to checkpoint, and which send what they save to the host, where nothing else can be done."""
+"""Choose which modules to checkpoint or offload, where single operations cannot be recomputed."""
 
 from __future__ import annotations
 

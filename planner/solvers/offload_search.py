@@ -1,4 +1,4 @@
-"""Keep, recompute or offload: a mixed plan, with a bound on all of them.
+"""Keep, recompute or offload each value, with a bound on all such plans.
 
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
@@ -48,7 +48,7 @@ _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for the most promising choice of values, and for another one."""
 
 
-class MixedSolver:
+class OffloadSolver:
     """Recompute and offload, decided together."""
 
     name = "offload_search"
@@ -72,12 +72,12 @@ class MixedSolver:
         """Better an incumbent of a problem with a host; a HostBudgetError says that more of its memory would do."""
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
-            _Mix(incumbent, effort).run()
+            _OffloadSearch(incumbent, effort).run()
         if incumbent.schedule is None:
             raise _infeasible(incumbent, incumbent.problem.host)
 
 
-class _Mix:
+class _OffloadSearch:
     def __init__(self, incumbent: Incumbent, effort: SolveLimits) -> None:
         assert incumbent.problem.host is not None
         self.incumbent, self.problem, self.effort = incumbent, incumbent.problem, effort
@@ -184,7 +184,7 @@ class _Mix:
 
     def offer(self, schedule: Schedule | None) -> None:
         if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
-            self.incumbent.update(schedule, MixedSolver.name)
+            self.incumbent.update(schedule, OffloadSolver.name)
 
     def make_room(self) -> None:
         """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
@@ -268,7 +268,7 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
             high = count - 1
         else:
             low = count + 1
-    incumbent.update(lowest_offloading(problem, first_within(problem, values)), MixedSolver.name)
+    incumbent.update(lowest_offloading(problem, first_within(problem, values)), OffloadSolver.name)
     error = incumbent.infeasible(proven=proven)
     if smallest is None or smallest <= host.budget_bytes:
         return error
@@ -281,4 +281,4 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
     )
 
 
-SOLVER = MixedSolver()
+SOLVER = OffloadSolver()

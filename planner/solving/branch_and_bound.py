@@ -193,7 +193,7 @@ def _is_whole(level: float) -> bool:
 
 
 @dataclass(slots=True)
-class Gains:
+class PseudoCosts:
     """By how much bounds rose where something was decided, for each share of it: downwards, upwards, and how often."""
 
     known: dict[tuple[Kind, int], tuple[float, float, int]] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class Tree:
         branching: Branching,
         relaxation: Relaxation,
         add_broken: Callable[[Sequence[float]], int],
-        gains: Gains,
+        gains: PseudoCosts,
         solve: Callable[[int | None], Answer],
     ) -> None:
         self.model, self.branching, self.relaxation = model, branching, relaxation
@@ -254,7 +254,7 @@ class Tree:
         self.places: dict[tuple[int, ...], int] = {}
         """Where the model has the rows of sums that something was decided of."""
 
-    def plant(self, decided: Iterable[Limits], cutoff: float) -> bool:
+    def open_nodes(self, decided: Iterable[Limits], cutoff: float) -> bool:
         """Open nodes that stand for all solutions together; False: time was over before that."""
         for limits in decided:
             self._place(limits)
@@ -269,7 +269,7 @@ class Tree:
         """Return what no solution costs less than, if none costs less than the cutoff where nothing is open."""
         return self.open[0].bound if self.open and may_beat(self.open[0].bound, cutoff) else cutoff
 
-    def divide(self, cutoff: float) -> Node | None:
+    def branch(self, cutoff: float) -> Node | None:
         """Divide the open node of the lowest bound; return it instead if its solution is whole.
 
         What cannot cost less than the cutoff is dropped. If an answer without columns says that time is over, all stays

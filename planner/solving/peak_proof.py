@@ -24,7 +24,7 @@ from enum import IntEnum
 from itertools import accumulate, combinations, islice
 
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.recompute_search import Making, members, set_of
+from planner.solving.recompute_search import RecomputeSearch, members, set_of
 
 _FOLLOWED, _PLAIN_LOOKS = 12, 1500
 """Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first
@@ -54,7 +54,7 @@ class _Care(IntEnum):
     NONE, VALUES, PAIRS = range(3)
 
 
-def proven_by_births(
+def proven_by_last_births(
     graph: TrainingGraph, costs: Sequence[OperationCost], first_run_bytes: Sequence[int]
 ) -> tuple[int, int]:
     """Return a lower bound on the peak of any plan and the operation that binds; O(operations + reads) and some work.
@@ -122,9 +122,9 @@ class Births:
         self.irreplaceable.sort(key=self.producer.__getitem__)
         self.beside_bytes = [0 if value.retained else value.size_bytes for value in graph.values]
         """What each value takes beside those that are retained, and those that stand."""
-        making = Making(graph, costs)
-        self.rooms = making.rooms
-        self.can_help = making.can_help
+        search = RecomputeSearch(graph, costs)
+        self.rooms = search.rooms
+        self.can_help = search.can_help
         irreplaceable = set_of(self.irreplaceable)
         self.needed = [frozenset(members(helps & irreplaceable)) for helps in self.can_help]
         """What each operation must have that no plan makes again."""

@@ -1,7 +1,7 @@
-"""Sets of reruns that annealing came by: which are let in, and what is made of two of them, or of one.
+"""The pool of good recompute sets: which are let in, and how two are crossed.
 
 What runs again before one moment of the step, and how, hardly depends on what does long after it: so two are put
-together, the one until some moment, the other from there on, or one of many layers is copied to others. Where that
+together, the one until some moment, the other from there on. Where that
 brings nothing more for long, others are begun from nothing, and the best of both then meet.
 """
 
@@ -10,11 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from random import Random
-from typing import Any, NamedTuple
-
-from planner.ir.problem import Problem
+from typing import NamedTuple
 
 MANY = 12
 """Members at most."""
@@ -26,81 +23,8 @@ _STALE, _FRUITLESS = 40, 4
 """Sets in a row that were not let in, after which all begins again; how often in a row that may have brought nothing
 cheaper, until no more is to be had."""
 
-_LEAST_LAYER = 8
-"""Operations of a repeated layer, at least: a smaller one is part of one."""
-
 _ONE_PLACE = 0.7
 """How often two change from one to the other only once."""
-
-
-class Stretch(NamedTuple):
-    """Operations from ``first`` up to ``end``, of which each is like the one ``period`` later, if that is one."""
-
-    first: int
-    end: int
-    period: int
-
-
-def stretches(problem: Problem) -> list[Stretch]:
-    """Return stretches of at least two layers, none of which overlap, the longest first. O(operations squared)."""
-    np: Any = import_module("numpy")
-    kinds = np.array(_kinds(problem))
-    count = len(kinds)
-    found: list[Stretch] = []
-    for period in range(_LEAST_LAYER, count // 2 + 1):
-        alike = np.flatnonzero(np.diff(kinds[:-period] == kinds[period:], prepend=False, append=False))
-        for first, end in zip(alike[::2].tolist(), alike[1::2].tolist(), strict=True):
-            if end - first >= period:
-                found.append(Stretch(first, end + period, period))
-    chosen: list[Stretch] = []
-    for stretch in sorted(found, key=lambda each: (each.first - each.end, each.period)):
-        if all(stretch.end <= other.first or other.end <= stretch.first for other in chosen):
-            chosen.append(stretch)
-    return chosen
-
-
-def _kinds(problem: Problem) -> list[int]:
-    """Give operations that do the same, with as many bytes, the same number."""
-    values = problem.graph.values
-    numbers: dict[Any, int] = {}
-    return [
-        numbers.setdefault(
-            (
-                operation.target,
-                operation.recomputable,
-                operation.state_bytes,
-                cost.workspace_bytes,
-                tuple(values[u].size_bytes for u in operation.inputs),
-                tuple(values[u].size_bytes for u in operation.outputs),
-            ),
-            len(numbers),
-        )
-        for operation, cost in zip(problem.graph.operations, problem.costs, strict=True)
-    ]
-
-
-class Repeats:
-    """The repeated layers of a problem."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._stretch_of = {
-            index: stretch for stretch in stretches(problem) for index in range(stretch.first, stretch.end)
-        }
-
-    def stretch_of(self, operation: int) -> Stretch | None:
-        """Return the stretch that an operation is in, if it is in one."""
-        return self._stretch_of.get(operation)
-
-    def made_for(self, operation: int, stretch: Stretch, layers: int) -> int | None:
-        """Return what is to a layer of a stretch what an operation is to one so many layers before; None if nothing is.
-
-        Layers of another stretch come in the opposite order: those of the backward go back through the forward.
-        """
-        own = self._stretch_of.get(operation)
-        if own is None:
-            return operation
-        moved = operation + own.period * (layers if own == stretch else -layers)
-        return moved if own.first <= moved < own.end else None
 
 
 class Member(NamedTuple):
@@ -110,7 +34,7 @@ class Member(NamedTuple):
     keys: tuple[int, ...]
 
 
-class Population:
+class SolutionPool:
     """Members, which are let in as long as they are among the cheapest, and those that were there before these."""
 
     def __init__(self, random: Random) -> None:
@@ -179,32 +103,6 @@ class Population:
         start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
         inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
         return [*one.keys[:start], *inner, *one.keys[end:]]
-
-    def copied(self, repeats: Repeats, count: int, slots: int) -> list[int] | None:
-        """Copy what one makes again in a repeated layer to some others of its stretch; None if there are none.
-
-        Keys are of so many operations, and so many slots of each.
-        """
-        member = self.random.choice([self.best, self.random.choice(self.members)])
-        places = [key // count // slots for key in member.keys]
-        inside = [stretch for place in places if (stretch := repeats.stretch_of(place))]
-        if not inside:
-            return None
-        stretch = self.random.choice(inside)
-        period, length = stretch.period, stretch.end - stretch.first
-        offset = self.random.randrange(min(period, length - 2 * period + 1))
-        layers = range(stretch.first + offset, stretch.end - period + 1, period)
-        source = self.random.choice(layers)
-        low, high = sorted(self.random.choices(layers, k=2))
-        pattern = [key for key, place in zip(member.keys, places, strict=True) if source <= place < source + period]
-        found = {key for key, place in zip(member.keys, places, strict=True) if not low <= place < high + period}
-        for layer in range(low, high + 1, period):
-            for key in pattern:
-                again = repeats.made_for(key % count, stretch, (layer - source) // period)
-                slot = key // count + slots * (layer - source)
-                if again is not None and again < slot // slots:
-                    found.add(slot * count + again)
-        return sorted(found)
 
 
 def _are_alike(one: Member, other: Member) -> bool:

@@ -1,4 +1,4 @@
-"""The step-cut integer programme: what is held at a few moments, what is run again between them.
+"""The step-cut integer programme: which values are held at a few cuts, which operations are recomputed between them.
 
 A *cut* is a moment of the step: the first run of an operation or, between two operations that
 follow each other in the base order, the first time that one of a few is run again. Whatever a

@@ -41,7 +41,7 @@ from planner.ir.host import Host
 from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
-from planner.solving.modules.ilp import Chooser, cheapest, rivals, variants_of
+from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
 from planner.solving.modules.offload import offloading_variants
 from planner.solving.modules.peaks import Need, Needs
 from tests.models import (
@@ -247,7 +247,7 @@ def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
 
 def choices(variants: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
     """Return every choice of so many ways, at most one on each path of the module tree."""
-    together = [set(numbers) for numbers in rivals(variants)]
+    together = [set(numbers) for numbers in exclusive_sets(variants)]
     found: list[tuple[int, ...]] = [()]
     for number in range(len(variants)):
         found += [

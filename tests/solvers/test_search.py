@@ -243,12 +243,12 @@ def test_plans_that_are_there_stay_what_they_are_where_one_needs_more_slots() ->
     problem = dear_first()
     rounds = search._Rounds(problem, seed=0)
     one = Schedule((*range(12), 8, 9, 2, 3, 12))
-    rounds.population.enter(Member(99.0, tuple(rounds.reruns.keys_of(one))))
+    rounds.pool.enter(Member(99.0, tuple(rounds.reruns.keys_of(one))))
     incumbent = Incumbent(problem)
     other = Schedule((*range(12), 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1, 12))
     assert incumbent.update(other, "known")
     rounds.adopt(incumbent)
-    assert [rounds.reruns.schedule(member.keys) for member in rounds.population.members] == [other, one]
+    assert [rounds.reruns.schedule(member.keys) for member in rounds.pool.members] == [other, one]
 
 
 @needs_numba

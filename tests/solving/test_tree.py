@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
-from planner.solving.branch_and_bound import Branching, Gains, Node, Tree
+from planner.solving.branch_and_bound import Branching, Node, PseudoCosts, Tree
 from planner.solving.cutting_planes import BudgetRows, PathRows
 from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, build
@@ -35,8 +35,8 @@ def _tree(problem: Problem, cuts: list[Cut]) -> tuple[Model, Tree] | None:
         return paths.add_broken(columns) + budgets.add_broken(columns)
 
     branching = Branching(problem, cuts, model)
-    tree = Tree(model, branching, relaxation, add_broken, Gains(), lambda turns: relaxation.solve(turns=turns))
-    assert tree.plant([{}], math.inf)
+    tree = Tree(model, branching, relaxation, add_broken, PseudoCosts(), lambda turns: relaxation.solve(turns=turns))
+    assert tree.open_nodes([{}], math.inf)
     return model, tree
 
 
@@ -55,7 +55,7 @@ def test_it_ends_at_the_optimum_of_the_programme_and_is_never_above(seed: int) -
     leaf: Node | None = None
     risen_to = 0.0
     while tree.open and leaf is None:
-        leaf = tree.divide(math.inf)
+        leaf = tree.branch(math.inf)
         assert risen_to - 1e-9 <= tree.bound(math.inf)
         risen_to = tree.bound(math.inf)
     if leaf is None:
@@ -76,6 +76,6 @@ def test_what_is_no_cheaper_than_a_known_plan_is_dropped(seed: int) -> None:
     cutoff = best[0] / max(cost.seconds for cost in problem.costs)
     _, tree = made
     for _ in range(200):
-        if not tree.open or tree.divide(cutoff) is not None:
+        if not tree.open or tree.branch(cutoff) is not None:
             break
     assert tree.bound(cutoff) <= cutoff

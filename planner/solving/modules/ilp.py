@@ -1,4 +1,4 @@
-"""Which regions to checkpoint: the least recompute within a budget, or the lowest peak there is.
+"""Which modules to checkpoint, by an integer programme: least recompute within a budget, or the lowest peak.
 
 An integer programme over the regions, with one row for each moment of the step that matters. Rows are
 added where a choice, simulated, breaks the budget; since any set of them relaxes the whole question,
@@ -104,7 +104,9 @@ class Chooser:
         bound = 0.0
         while (evaluation := self._simulate(chosen)).peak_bytes > budget_bytes:
             self._add_moments(evaluation, chosen, budget_bytes)
-            self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
+            self._tell(
+                f"{NAME}: budget required at {len(self._moments)} of the step; recompute adds at least {bound:.3g} s"
+            )
             answer = self._minimise(write())
             bound = max(bound, answer.bound * self._unit_seconds)
             if answer.columns is None:
@@ -202,7 +204,7 @@ class Chooser:
         peak = model.column(1.0) if budget_bytes is None else -1
         if any(self._sent_bytes) and not least_sent:
             self._add_host(model, most_sent_bytes, counts=budget_bytes is not None)
-        for together in rivals(self.regions):
+        for together in exclusive_sets(self.regions):
             if len(together) > 1:
                 model.at_least(-1.0, *((number, -1.0) for number in together))
         columns: dict[Group, int] = {}
@@ -261,7 +263,7 @@ class Chooser:
         return columns[group]
 
 
-def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
+def exclusive_sets(regions: Sequence[Region]) -> list[tuple[int, ...]]:
     """Return the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
     of_module: dict[str, list[int]] = {}
     for number, region in enumerate(regions):

@@ -1,4 +1,4 @@
-"""Modules that send what they save to the host: the variants, which to take, and when transfers get time to hide.
+"""Which modules send their saved tensors to the host's memory, and when the tensors leave and return.
 
 A module that is not checkpointed may send what it saves; a checkpointed one what its checkpoint is given, whatever it
 keeps beside that. Which modules do comes from the programme of :mod:`planner.solving.modules.ilp`, in which a value is

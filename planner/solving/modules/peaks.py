@@ -1,4 +1,4 @@
-"""What each moment of a step needs, for any choice of regions that run again or that wait in the host's memory."""
+"""Bytes live at each moment of a step, for any choice of modules that are checkpointed or offloaded."""
 
 from __future__ import annotations
 
