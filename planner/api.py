@@ -37,10 +37,10 @@ from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
-from planner.runtimes import Running
+from planner.runtimes import PlannedModel
 from planner.runtimes._backend import RUNTIMES, Backend
 from planner.runtimes.auto import choose
-from planner.session.capture_progress import working
+from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 
@@ -116,7 +116,7 @@ def plan(
     chosen = runtimes.get(options.runtime.name)
     begun = time.perf_counter()
     with (
-        working(model) as done,
+        log_progress(model) as done,
         placed(model, example) as example,
         entered(of_model(model, example.args, example.kwargs)),
     ):
@@ -256,7 +256,7 @@ def auto_wrap(
     if inputs is not None:
         example = Inputs.of(inputs)
         with (
-            working(model) as done,
+            log_progress(model) as done,
             whole(model),
             placed(model, example) as example,
             entered(of_model(model, example.args)),
@@ -415,10 +415,10 @@ def backend(
     return Backend(replace(options, search=search))
 
 
-def running_on(model: nn.Module) -> Running | None:
+def running_on(model: nn.Module) -> PlannedModel | None:
     """Return what runs in place of a model's call, if that is ours."""
     running = planned_call(model)
-    return running if isinstance(running, Running) else None
+    return running if isinstance(running, PlannedModel) else None
 
 
 def plan_of(model: nn.Module) -> Plan:

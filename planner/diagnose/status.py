@@ -22,7 +22,7 @@ from planner.common.units import format_bytes, format_seconds
 from planner.diagnose.covered import Covered, covered
 from planner.diagnose.covered import lines as table
 from planner.plans.plan import Plan
-from planner.runtimes import Running
+from planner.runtimes import PlannedModel
 
 _STEPS = 20
 """So many of the last steps are timed."""
@@ -106,7 +106,7 @@ def _or_not_yet(value: Any, write: Any) -> str:
 class Meter:
     """What ``model(...)`` runs once its status was asked for: the planned call, timed, one call at a time recorded."""
 
-    def __init__(self, model: nn.Module, running: Running) -> None:
+    def __init__(self, model: nn.Module, running: PlannedModel) -> None:
         self._running = running
         self._device = of_model(model)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
@@ -223,6 +223,6 @@ class _Step:
         return self._recording.peak_bytes(until=_END)
 
 
-def metered(model: nn.Module, running: Running) -> Meter:
+def metered(model: nn.Module, running: PlannedModel) -> Meter:
     """Return the meter of a model's calls: the one that is there, or a new one."""
     return running if isinstance(running, Meter) else Meter(model, running)

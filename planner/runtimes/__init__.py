@@ -25,7 +25,7 @@ Prepare = Callable[["Inputs"], "Options"]
 
 
 @runtime_checkable
-class Running(Protocol):
+class PlannedModel(Protocol):
     """What ``model(...)`` runs while a plan is in force."""
 
     @property
@@ -74,7 +74,7 @@ class RuntimePlugin(Protocol):
         plan: Plan | None = None,
         replan: bool = True,
         prepare: Prepare | None = None,
-    ) -> Running:
+    ) -> PlannedModel:
         """Return what is to run in place of the model's call; ``plan`` holds decisions to carry out.
 
         Unless ``replan``, a plan that does not match is refused, and not replaced.

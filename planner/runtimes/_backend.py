@@ -33,7 +33,7 @@ from planner.plans.budget_split import Call, calls_in, fraction_that_fits, least
 from planner.plans.plan import Plan
 from planner.runtimes._gradients import planned_node
 from planner.runtimes._pieces import Made, Program
-from planner.session.capture_progress import working
+from planner.session.capture_progress import log_progress
 from planner.session.step import Options
 
 RUNTIMES = ("inductor", "graph")
@@ -220,7 +220,7 @@ class Backend:
 
     def _made(self, call: _Call, room_bytes: int, loss: LossMemory | None, fraction: float) -> Made:
         options = replace(self.options, budget=Budget(activations=max(1, room_bytes)), loss=loss)
-        with working(call.program.model) as done:
+        with log_progress(call.program.model) as done:
             made = call.program.planned(options)
             done(f"{call.program.name} of {self._count}", made.plan)
         noted = (*made.plan.warnings, self._note(call, fraction))

@@ -28,8 +28,8 @@ from planner.common.units import format_bytes
 from planner.errors import NoBackwardError
 from planner.ir.static_memory import FINDS
 from planner.plans.plan import Plan
-from planner.runtimes import Prepare, Running
-from planner.session.capture_progress import working
+from planner.runtimes import PlannedModel, Prepare
+from planner.session.capture_progress import log_progress
 from planner.session.eager_study import DEPENDS_ON_DATA
 from planner.session.step import Options
 
@@ -276,7 +276,7 @@ class CallsInSituations(PlannedCalls):
         if situation not in self._decided:
             why = "a call unlike the earlier ones" if self._decided else "the first call"
             try:
-                with working(self.model) as done:
+                with log_progress(self.model) as done:
                     self._decided[situation] = self.decide(inputs)
                     done(why, self._decided[situation][0])
             except NoBackwardError:
@@ -332,7 +332,7 @@ def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | No
         warnings.warn(f"DDP has a communication hook, and what that holds is not counted: {MAY_BE_ABOVE}", stacklevel=9)
 
 
-class StartsCalls:
+class RuntimeOfCalls:
     """A runtime whose calls are those of one class, and whose numbers and peaks are exact."""
 
     calls: ClassVar[Any]
@@ -341,7 +341,7 @@ class StartsCalls:
     runs_sharded = False
     runs_compiled_parts = False
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
         """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
-        running: Running = self.calls(model, options, **settings)
+        running: PlannedModel = self.calls(model, options, **settings)
         return running

@@ -18,8 +18,8 @@ from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.runtimes import Prepare, Running
-from planner.runtimes._calls import StartsCalls, situation_of
+from planner.runtimes import PlannedModel, Prepare
+from planner.runtimes._calls import RuntimeOfCalls, situation_of
 from planner.session.step import Options
 
 WHOLE, BLOCKS, PARTS, MODULES = "whole", "blocks", "parts", "modules"
@@ -204,7 +204,7 @@ class AutoRuntime:
         self._may_change = plan is None or replan
         self._refused: set[Any] = set()
         """Situations in the middle of training that the first choice could not capture."""
-        self._instead: Running | None = None
+        self._instead: PlannedModel | None = None
         """Runs these."""
         self._current = self._running
 
@@ -272,7 +272,7 @@ class AutoRuntime:
             _said(refusal, self._options, "modules")
         return result
 
-    def _started(self, tried: Tried, others: Sequence[str], inputs: Inputs) -> Running:
+    def _started(self, tried: Tried, others: Sequence[str], inputs: Inputs) -> PlannedModel:
         """Plan with other candidates, and start the cheapest; ``modules``, where no plan fits, is to say so."""
         options = self._prepare(inputs) if self._prepare is not None else self._options
         parts: Any = self._start("parts", None)
@@ -289,7 +289,7 @@ class AutoRuntime:
                     tried.append(attempted(name, plan_with))
         plan = cheapest(tried)
         if plan is not None and plan.runtime == "parts":
-            running: Running = parts
+            running: PlannedModel = parts
             return running
         parts.stop()
         return self._start("modules", plan)
@@ -319,13 +319,13 @@ class AutoRuntime:
         """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
         return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
 
-    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> Running:
+    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> PlannedModel:
         prepare, options = self._prepare, _for(name, options or self._options)
         completed = (lambda seen: _for(name, prepare(seen))) if prepare is not None else None
         return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=completed)
 
 
-class _Auto(StartsCalls):
+class _Auto(RuntimeOfCalls):
     calls = AutoRuntime
     name = "auto"
     summary = "graph; parts or modules where the model cannot be captured; regional with several ranks"

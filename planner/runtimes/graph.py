@@ -36,7 +36,7 @@ from planner.capture.torch_internals import (
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
-from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
+from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
 from planner.runtimes._cuda_graphs import CudaGraphs
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._shapes import (
@@ -51,7 +51,7 @@ from planner.runtimes._shapes import (
     with_sizes,
 )
 from planner.runtimes._sized import SizedPrograms
-from planner.session.capture_progress import one_at_a_time, working
+from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
@@ -170,7 +170,7 @@ class GraphRuntime(PlannedCalls):
         graphs = self._graphs
         may_change = self.compiler is aot_backend and self._cuda_graphs is None
         changing = varying_numbers(self._numbers) if may_change else nullcontext()
-        shown = working(self.model, "captured")
+        shown = log_progress(self.model, "captured")
         with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
             plan = self.plan
@@ -448,7 +448,7 @@ def _own_or(taken: Plan, study: Study, options: Options) -> Plan:
         return taken
 
 
-class _Graph(StartsCalls):
+class _Graph(RuntimeOfCalls):
     calls = GraphRuntime
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"

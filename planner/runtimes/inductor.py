@@ -28,8 +28,8 @@ from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
-from planner.runtimes import Running
-from planner.runtimes._calls import StartsCalls
+from planner.runtimes import PlannedModel
+from planner.runtimes._calls import RuntimeOfCalls
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
@@ -113,13 +113,13 @@ class InductorRuntime(GraphRuntime):
         return step.lowered.graph.total_static_bytes + peak_bytes
 
 
-class Compiles(StartsCalls):
+class Compiles(RuntimeOfCalls):
     """A runtime whose code Inductor writes: bits may be others, and the peak is an upper bound."""
 
     tolerance = 1e-4
     exact_peak = False
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
         """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
         if of_model(model).type != "meta":  # where it will be is known at its first call
             check_can_compile(model, options)

@@ -31,7 +31,7 @@ from planner.ir.checkpoints import schedule_of
 from planner.plans.module_choices import choices_in
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
+from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls, check_sharding
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
 from planner.session.eager_study import plan_alike, plan_eager, study_alike
@@ -273,7 +273,7 @@ def _changed(module: nn.Module, name: str) -> RuntimeUnsupportedError:
     )
 
 
-class _Modules(StartsCalls):
+class _Modules(RuntimeOfCalls):
     calls = ModulesRuntime
     name = "modules"
     summary = "the model itself, with chosen modules under torch.utils.checkpoint: no capture"

@@ -15,7 +15,7 @@ from torch import nn
 
 import planner
 from planner.report import progress
-from planner.session.capture_progress import working
+from planner.session.capture_progress import log_progress
 from tests.models import Stack
 
 SCALARS = 256
@@ -145,7 +145,7 @@ def test_work_that_takes_long_is_told_in_lines(
     monkeypatch.setattr(progress, "QUICK_SECONDS", 0.01)
     with progress.shown(as_lines=True) as outer:
         time.sleep(0.05)
-        with working(Loss()):  # part of what is shown already
+        with log_progress(Loss()):  # part of what is shown already
             progress.tell("capturing")
         outer.count(3, 20)
     progress.tell("after the end")
