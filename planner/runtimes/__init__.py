@@ -1,4 +1,4 @@
-"""Ways to run a plan, found by their files.
+"""Runtimes: ways to run a model under a plan, each found by its file.
 
 Every public module of this package defines one ``RUNTIME``; dropping a file in is all it takes to
 add one. Each plans what it can carry out, by the same simulator.

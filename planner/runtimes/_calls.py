@@ -1,4 +1,4 @@
-"""What runtimes share: the calls of one wrapped model, how they start, and when they need another plan."""
+"""Calls of a wrapped model, shared by all runtimes: which plan is in force, and when another is needed."""
 
 from __future__ import annotations
 

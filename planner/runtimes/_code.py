@@ -1,4 +1,4 @@
-"""Looks for a plan whose code keeps the budget, where Inductor's code holds something else than its graph.
+"""Search for a plan whose compiled code keeps the budget: Inductor's code has another peak than its graph.
 
 A plan is made for a limit of the graph's peak, and its code is drafted. Where the code holds too much the graph is
 planned anew for less, and where it leaves much of the budget, for more. Of those that fit, the one that recomputes

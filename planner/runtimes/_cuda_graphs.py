@@ -1,4 +1,4 @@
-"""CUDA graphs of planned steps: the forward is one launch, and so is the backward.
+"""CUDA graphs of planned steps: one launch for the forward, one for the backward.
 
 The first call of each kind runs the planned graphs as ever. The second captures them; from then on they are launched.
 What a launch reads and writes lies where it lay at the capture, so

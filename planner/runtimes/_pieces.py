@@ -1,4 +1,4 @@
-"""A graph that Dynamo cut out, at certain sizes: what it holds, and the code that runs it, planned or not yet."""
+"""One graph between two graph breaks, at certain sizes: its memory, and the code that runs it."""
 
 from __future__ import annotations
 

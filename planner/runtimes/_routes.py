@@ -1,4 +1,4 @@
-"""Steps that differ from the one before though their inputs do not: layers dropped at random, experts, routing.
+"""Steps whose control flow differs between calls of equal inputs: dropped layers, experts, routing.
 
 What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, or looks at
 a number that it draws from torch's, several steps are recorded, and what is chosen in any of them is chosen. Each call

@@ -1,4 +1,4 @@
-"""What runs at each size of one program that was captured with symbols.
+"""Compiled code for each size of one graph that was captured with symbolic sizes.
 
 The first sizes are made plain, as a capture at each would give them. Once two of them agree, in bytes and in code, on
 what sizes decide, one is the formula for all others: these are planned as plain data, and run code that is there.

@@ -1,4 +1,4 @@
-"""Picks a runtime: pairs of a granularity and a code generator are tried in order, each refusal with its reason."""
+"""Runtime ``auto``: tries pairs of granularity and code generator in order, and keeps the reason of each refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the planned forward and backward graphs in place of a model's call."""
+"""Runtime ``graph``: the whole model as one planned forward graph and one backward graph, with eager kernels."""
 
 from __future__ import annotations
 

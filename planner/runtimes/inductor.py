@@ -1,4 +1,4 @@
-"""Hands the planned forward and backward to Inductor, which fuses their operations into kernels.
+"""Runtime ``inductor``: the planned forward and backward of the whole model, compiled by Inductor.
 
 What is planned is the graph after Inductor's own decompositions. Inductor leaves out what fusion makes needless,
 and puts kernels in an order of its own, so the graph's peak is not that of its code. The peak that counts is

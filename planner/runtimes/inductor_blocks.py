@@ -1,4 +1,4 @@
-"""Every repeated block compiled by Inductor, forward and backward as planned, and the rest eager.
+"""Runtime ``inductor_blocks``: each repeated block planned and compiled by Inductor, the rest eager.
 
 What ``torch.compile`` of each block is to a training loop, with a plan inside: hooks, and so DDP's and FSDP2's, run
 around blocks, and equal blocks of which the plan asks the same are one piece of code. As under ``inductor`` the peak

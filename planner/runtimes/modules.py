@@ -1,4 +1,4 @@
-"""Runs the model as it is: nothing is captured.
+"""Runtime ``modules``: the eager model with chosen modules checkpointed or offloaded; nothing is captured.
 
 Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to the host what they save, or both.
 """

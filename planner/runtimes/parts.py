@@ -1,4 +1,4 @@
-"""Runs the largest modules that can be captured, each as planned graphs of its own, and the rest as eager PyTorch.
+"""Runtime ``parts``: the largest modules that can be captured as planned graphs, the rest eager.
 
 What stops the capture of a whole model is often one line of it. The modules around that line are captured as they are
 called in one step, which is followed on fake tensors, or is a real one where data decide what runs. A call that is

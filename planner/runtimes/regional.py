@@ -1,4 +1,4 @@
-"""Runs each repeated block as planned graphs of its own, and the rest as eager PyTorch.
+"""Runtime ``regional``: each repeated block as planned graphs with eager kernels, the rest eager.
 
 Blocks deliver their gradients as the backward goes, so communication overlaps with it as in eager
 training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.

@@ -1,4 +1,4 @@
-"""Captures and plans in the making, one at a time: a bar on a terminal, a line of the logger at the end."""
+"""Progress of captures and planning: one at a time, a bar on a terminal and a log line at the end."""
 
 from __future__ import annotations
 

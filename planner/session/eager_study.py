@@ -1,4 +1,4 @@
-"""From a recorded eager step to a study of it and to a plan: what the runtime ``modules`` carries out."""
+"""Study and plan an eager step that was recorded and not captured, for the runtime ``modules``."""
 
 from __future__ import annotations
 

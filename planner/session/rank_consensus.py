@@ -1,4 +1,4 @@
-"""One plan for all ranks: rank 0 makes it, the others take it, and nobody waits for one that has failed.
+"""One plan for all ranks: rank 0 plans and broadcasts, and a failure on one rank is raised on all.
 
 Only text is exchanged. Timeouts are those of torch.distributed.
 """

@@ -1,4 +1,4 @@
-"""A planned step as a formula: what a capture with symbols, made plain for some sizes, says of all others.
+"""Bytes of a captured step at new input sizes, by expressions in the symbols of its sizes.
 
 The graph stays; the bytes of its values, what is resident, and the workspace of its kernels are those of the sizes at
 hand. A formula is a guess until another size, made plain too, was found to be what it says: see :meth:`agrees`.

@@ -1,4 +1,4 @@
-"""The step of one model at many sizes of its inputs, from as few captures as can be."""
+"""Studies of one model at many input sizes, from one capture with symbolic sizes where possible."""
 
 from __future__ import annotations
 

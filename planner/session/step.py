@@ -1,4 +1,4 @@
-"""From a captured step to a study of it and to a plan: lowering, costs, reuse of a plan that fits.
+"""Lower, cost and plan a captured step, or reuse a plan that fits it.
 
 Planning without running (``planner.api.plan``) and running (``planner.runtimes``) both come
 through here, so both see the same graph.

@@ -1,4 +1,4 @@
-"""Plan a captured step, in one piece or in chunks: planning and running both come through here."""
+"""Plan a captured step whole or in chunks; planning and running both come through here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public functions that study a step: capture and cost it once, then ask it for a curve or an audit."""
+"""What people ask of a step: studies, what-if curves and audits; PyTorch's partitioner beside them."""
 
 from __future__ import annotations
 

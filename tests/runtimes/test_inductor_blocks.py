@@ -21,7 +21,7 @@ from planner.ir.static_memory import LossMemory
 from planner.rewrite.block_code import with_code
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import inductor_blocks
-from planner.runtimes.regional import blocks_of, bytes_alone, decisions_on
+from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Stack, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, hold_peak, train
 from tests.tiers import tiered
