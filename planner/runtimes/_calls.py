@@ -230,7 +230,9 @@ class PlannedCalls(ABC):
                 are_in_buckets=ddp.finds_views,
                 go_into_buckets=ddp.has_views and ddp.sends,
             )
-        return replace(options, training=training, gradients=gradients)
+        # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
+        is_first = options.plan_collectively and not self.is_confirmed
+        return replace(options, training=training, gradients=gradients, plan_collectively=is_first)
 
     def put_in_force(self, plan: Plan) -> None:
         """Let a new plan be the one in force: a percentage is then of its step at least."""

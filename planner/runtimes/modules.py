@@ -66,7 +66,9 @@ class ModulesRuntime(CallsInSituations):
         routes = self._routes.setdefault(situation, Routes(self.model))
         # Recorded here, and not taken from what was recorded before: it is seen which modules run.
         plan = routes.plan(
-            lambda: study_alike(self.model, inputs, replace(self._agreeing(), eager=None)), self._planned, self._keeps
+            lambda: study_alike(self.model, inputs, replace(self.options_for_call(), eager=None)),
+            self._planned,
+            self._keeps,
         )
         checkpointed = routes.chosen
         by_name = dict(self.model.named_modules())
@@ -80,16 +82,10 @@ class ModulesRuntime(CallsInSituations):
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
-        plan = plan_alike(self.model, study, self._agreeing(), reuse=self.plan, must_match=self.must_match)
+        plan = plan_alike(self.model, study, self.options_for_call(), reuse=self.plan, must_match=self.must_match)
         self.put_in_force(plan)
         self.is_confirmed = True
         return plan
-
-    def _agreeing(self) -> Options:
-        """Return the options: all ranks come here with their first batch, with a later one maybe some of them."""
-        return replace(
-            self.options_for_call(), plan_collectively=self.options.plan_collectively and not self.is_confirmed
-        )
 
     def _keeps(self, study: Study, chosen: Mapping[str, Kept]) -> bool:
         problem = study.posed(self.options.budget)

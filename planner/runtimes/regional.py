@@ -109,8 +109,6 @@ class RegionalRuntime(CallsInSituations):
         check_plannable(self.model, inputs)
         self.complete_options(inputs)
         options = self.options_for_call()
-        # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
-        options = replace(options, plan_collectively=options.plan_collectively and not self.is_confirmed)
         plan = self._runtime.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
         self.is_confirmed = True
         self.put_in_force(plan)
