@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from planner.exporters import export
     from planner.exporters._export import Export
     from planner.ir.instances import load_instance
+    from planner.ir.policy import PolicyOperation
     from planner.plans.plan import Plan, Verification
     from planner.plans.profile_file import load as load_profile
     from planner.plans.profile_file import save as save_profile
@@ -56,6 +57,7 @@ _NAMES = {
     "planner.exporters": "export",
     "planner.exporters._export": "Export",
     "planner.ir.instances": "load_instance",
+    "planner.ir.policy": "PolicyOperation",
     "planner.plans.plan": "Plan Verification",
     "planner.plans.profile_file": "load_profile save_profile",  # there without the last word
     "planner.session.studying": "audit study what_if",
@@ -65,9 +67,9 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 __all__ = [
     "Audit", "Budget", "CaptureError", "Export", "InfeasibleBudgetError", "Inputs", "Offload", "Plan",
-    "PlanFileError", "PlanMismatchError", "PlannerError", "Runtime", "RuntimeUnsupportedError", "Search",
-    "Status", "Study", "Target", "TradeOffCurve", "Training", "UsageError", "Verification", "__version__", "audit",
-    "auto_wrap", "backend", "check", "diff", "explain", "export", "load_instance", "load_profile",
+    "PlanFileError", "PlanMismatchError", "PlannerError", "PolicyOperation", "Runtime", "RuntimeUnsupportedError",
+    "Search", "Status", "Study", "Target", "TradeOffCurve", "Training", "UsageError", "Verification", "__version__",
+    "audit", "auto_wrap", "backend", "check", "diff", "explain", "export", "load_instance", "load_profile",
     "plan", "plan_of", "profile", "save_profile", "solve", "status", "study", "unwrap", "verify",
     "what_if",
 ]  # fmt: skip

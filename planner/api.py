@@ -33,6 +33,7 @@ from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
 from planner.findings.finding import collapsed
+from planner.ir.policy import Policy
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.plan import Plan, Verification
@@ -53,6 +54,7 @@ def plan(
     *,
     budget: Budget | Plan | Size | None = None,
     loss_fn: LossFunction | None = None,
+    policy: Policy | None = None,
     offload: Offload | bool = False,
     training: Training | str = Training(),
     runtime: Runtime | str = "auto",
@@ -76,6 +78,10 @@ def plan(
         does.
     loss_fn : callable, optional
         From the model's output to a scalar, if the model does not return its loss.
+    policy : callable, optional
+        Decides single operations of the forward beside the budget: a function of a ``planner.PolicyOperation`` (name,
+        module, signature, bytes, FLOPs) that answers ``"save"``, ``"recompute"``, ``"offload"`` or None, which leaves
+        the decision to the solver. If it offloads, nothing else is offloaded.
     offload : bool or Offload
         Whether values may also wait in the host's memory between forward and backward.
     training : str or Training
@@ -200,6 +206,7 @@ def auto_wrap(
     *,
     budget: Budget | Plan | Size | None = None,
     loss_fn: LossFunction | None = None,
+    policy: Policy | None = None,
     offload: Offload | bool = False,
     training: Training | str = Training(),
     runtime: Runtime | str = "auto",
@@ -216,7 +223,7 @@ def auto_wrap(
     budget : int, float, str, Budget or Plan
         See :func:`plan`. A plan made before is applied; if it belongs to another model or other shapes, the first call
         refuses it, or replaces it if ``planner.Budget(plan=..., replan=True)`` says so.
-    loss_fn, training, search, target
+    loss_fn, policy, training, search, target
         See :func:`plan`. ``training``: over how many ranks a sharded model is spread is read off the model.
     offload : bool or Offload
         See :func:`plan`. What a given plan offloads is the plan's.

@@ -12,12 +12,13 @@ from planner.analysis.compatibility import check_solver, check_strategy, offload
 from planner.common.limits import Clock, SolveLimits
 from planner.common.options import LEAST_BYTES, Budget, Offload, Search, group
 from planner.common.units import Size, format_bytes
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, host_of
 from planner.ir.in_place import InPlace
 from planner.ir.order import in_own_order
+from planner.ir.policy import Policy
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -86,10 +87,12 @@ class Study:
             budget = self._unplanned_bytes
         return self.posed(Budget(budget))
 
-    def posed(self, budget: Budget, host: Host | None = None) -> Problem:
-        """Return the problem that any budget poses, with a host's memory or without."""
+    def posed(self, budget: Budget, host: Host | None = None, policy: Policy | None = None) -> Problem:
+        """Return the problem that any budget poses, with a host's memory or without, and with what a policy decides."""
         whole = self.whole_bytes if budget.is_share else None
-        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole)
+        return make_problem(
+            self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole, policy=policy
+        )
 
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
@@ -121,6 +124,7 @@ class Study:
         *,
         search: Search | str = "auto",
         offload: Offload | bool = False,
+        policy: Policy | None = None,
     ) -> Plan:
         """Plan the step, or write out what an established system does with it.
 
@@ -132,6 +136,8 @@ class Study:
             How the plan is looked for.
         offload : bool or Offload
             Whether values may wait in the host's memory too.
+        policy : callable, optional
+            What decides single operations; see :func:`planner.plan`.
 
         Returns
         -------
@@ -141,6 +147,9 @@ class Study:
         check_solver(self.origin.runtime, search.solver)
         if self.regions is not None:
             offloading_runtime("modules", offload)
+        if policy is not None and (self.regions is not None or budget.strategy is not None):
+            told = "a strategy" if budget.strategy is not None else "the runtime 'modules', which recomputes modules,"
+            raise RuntimeUnsupportedError(f"{told} follows no policy: a policy decides single operations of a graph")
         check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled)
         if budget.strategy is not None:
             return self.as_plan(
@@ -153,7 +162,7 @@ class Study:
             )
         host = self.host_for(offload)
         step = self.for_host(host)
-        return make_plan(step.posed(budget, host), search, origin=step.origin, static_memory=step.static_memory)
+        return make_plan(step.posed(budget, host, policy), search, origin=step.origin, static_memory=step.static_memory)
 
     def as_plan(
         self,

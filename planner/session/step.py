@@ -61,6 +61,7 @@ from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
+from planner.ir.policy import Policy
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
@@ -84,6 +85,7 @@ class Options:
     target: Target = Target()
     training: Training = Training()
     runtime: Runtime = Runtime("graph")
+    policy: Policy | None = None
     name: str = ""
     reused_plan: Plan | None = None
     """Its static memory is taken in place of what ``training`` says."""
@@ -106,7 +108,7 @@ class Options:
         given = {name: group(kind, asked[name]) for name, kind in GROUPS.items() if name in asked and name != "budget"}
         if "budget" in asked:
             given["budget"] = Budget.of(asked["budget"])
-        return cls(name=asked.get("name", ""), **given | more)
+        return cls(name=asked.get("name", ""), policy=asked.get("policy"), **given | more)
 
     def without_measuring(self) -> Options:
         """Return the options with the roofline where costs would be measured though nobody asked for it."""
@@ -331,7 +333,7 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
             raise PlanMismatchError(
                 "the plan's decisions break the budget on this step: plan again, or pass replan=True"
             )
-    return study.plan(options.budget, search=options.search, offload=options.offload)
+    return study.plan(options.budget, search=options.search, offload=options.offload, policy=options.policy)
 
 
 def plan_lowered(

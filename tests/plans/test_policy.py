@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import planner
 from planner import solvers
 from planner.common.options import Budget, Search
 from planner.errors import InfeasibleBudgetError, UsageError
@@ -103,3 +107,29 @@ def test_a_policy_that_breaks_the_budget_is_named():
     problem = make_problem(graph, costs, Budget("60%"), policy=lambda operation: "save")
     with pytest.raises(NoPlanFitsError, match=r"the policy decides .*: answer None for them, or give a larger budget"):
         make_plan(problem, SQRT)
+
+
+def test_a_wrapped_model_follows_its_policy_with_the_bits_of_eager():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+    wrapped, inputs = copy.deepcopy(plain), torch.randn(256, 64)
+
+    def policy(operation):
+        assert isinstance(operation, planner.PolicyOperation)
+        return {"addmm": "recompute", "gelu": "save"}.get(operation.name)
+
+    planner.auto_wrap(wrapped, inputs, budget="110%", policy=policy, runtime="graph")
+    for model in (plain, wrapped):
+        torch.manual_seed(1)
+        model(inputs).sum().backward()
+    again = {key for keys in planner.plan_of(wrapped).recomputations.values() for key in keys}
+    assert {key.split("|")[1] for key in again} == {"aten.addmm.default"} and len(again) == 4
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_what_follows_no_policy_says_so():
+    model, inputs = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    for budget, runtime in (("90%", "modules"), (planner.Budget(strategy="every-2"), "graph")):
+        with pytest.raises(planner.RuntimeUnsupportedError, match="follows no policy"):
+            planner.plan(model, inputs, budget=budget, runtime=runtime, policy=lambda operation: None)

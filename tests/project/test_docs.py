@@ -74,7 +74,7 @@ def test_every_block_of_python_is_run_by_some_test():
     """A page that shows Python for the first time needs a test that runs it, and a place in this list."""
     shown = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     by_parts = {name for name in shown if name.startswith("add-a")}  # test_add_a_part.py
-    by_readme = {"command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
+    by_readme = {"budget.md", "command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
     by_ranks = {"pipelines.md"}  # test_distributed.py
     assert shown == by_parts | by_readme | by_ranks | {"quick-start.md"}
 

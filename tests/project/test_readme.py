@@ -19,7 +19,7 @@ from tests.project.test_docs import headings_of
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("python.md", "frameworks.md", "training.md", "command-line.md")
+PAGES = ("budget.md", "python.md", "frameworks.md", "training.md", "command-line.md")
 """What the README leaves to pages of its own, in the order in which their snippets are run."""
 VERDICT = re.compile(r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* again")
 
