@@ -1,4 +1,4 @@
-"""What a present set-up of checkpointing costs, beside the best plans at its own peak and within a budget."""
+"""Compare a present checkpointing set-up with the best plans at its own peak and within a budget."""
 
 from __future__ import annotations
 

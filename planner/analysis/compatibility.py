@@ -1,4 +1,4 @@
-"""Which options of a plan go together, and which plans can be run."""
+"""Check which options of a plan go together, and which plans can be run."""
 
 from __future__ import annotations
 

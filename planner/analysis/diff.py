@@ -1,4 +1,4 @@
-"""What one plan does otherwise than another, from the two plan files alone."""
+"""Compare two plan files: settings, layers, and values that are saved in one and recomputed in the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a plan keeps or recomputes each value of a module, from the table of values that the plan carries."""
+"""Explain for each value of a module why a plan saves, recomputes or offloads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What established systems do with a step, each beside the best plan that is known at the same peak."""
+"""Compare strategies of established systems with the best known plans at the same peaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step captured and costed once, of which any number of plans can be asked."""
+"""A step, captured and costed once, for which any number of plans can be made."""
 
 from __future__ import annotations
 

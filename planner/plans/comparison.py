@@ -1,4 +1,4 @@
-"""What a schedule comes to on the whole device: the one evaluation behind every table of ways to train a step."""
+"""Evaluate schedules for tables of ways to train a step, and the baselines that a plan is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A solution written out as a plan, with all that a report says of it."""
+"""Write a solution out as a plan: decisions, predicted figures, comparisons, and warnings on its gap and price."""
 
 from __future__ import annotations
 

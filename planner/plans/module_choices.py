@@ -1,4 +1,4 @@
-"""Choices of modules, written into a plan and read back: which are checkpointed, what they keep, what they send."""
+"""Write into a plan, and read back, which modules are checkpointed, what these keep, and what modules offload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to say of a budget that no plan keeps: which one would do, and what is in the way."""
+"""The error for a budget that no plan fits: the smallest budget that has a plan, and what limits it."""
 
 from __future__ import annotations
 

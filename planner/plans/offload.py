@@ -1,4 +1,4 @@
-"""What a plan offloads, as plain data that survives another capture: by the keys of operations."""
+"""The offloaded values of a plan, named by keys of operations so that they survive another capture."""
 
 from __future__ import annotations
 

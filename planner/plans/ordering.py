@@ -1,4 +1,4 @@
-"""A budget kept in another order of the step's operations, where plans in that order cost less."""
+"""Plan in another order of the operations where that is cheaper; the smallest budget for which a plan is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a costed graph and a budget to a plan, or to the error that says what would do."""
+"""Plan a costed graph for a budget, or raise the error that names a feasible one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reuse of a plan: whether it is of this step, and whether its decisions fit another one."""
+"""Reuse a plan: check that it is for this step, or carry its decisions over to another one."""
 
 from __future__ import annotations
 

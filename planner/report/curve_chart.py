@@ -1,4 +1,4 @@
-"""The curve drawn: what of it, with characters on a terminal, and as a picture file."""
+"""Draw the curve of overhead over budget with characters on a terminal, or as a picture file."""
 
 from __future__ import annotations
 

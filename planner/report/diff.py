@@ -1,4 +1,4 @@
-"""What one plan does otherwise than another: the answer, what they were made for, layers, values."""
+"""Print how two plans differ: the answer, the settings, the layers, the values."""
 
 from __future__ import annotations
 

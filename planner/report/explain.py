@@ -1,4 +1,4 @@
-"""Why each value of a module is kept or recomputed: an answer, then one paragraph for each value."""
+"""Print why each value of a module is saved, recomputed or offloaded."""
 
 from __future__ import annotations
 

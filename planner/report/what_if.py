@@ -1,4 +1,4 @@
-"""What-if: the curve with its knee and the user's budget, and whatever else was asked about."""
+"""Print a what-if: the curve with its knee and the budget asked about, then the other axes."""
 
 from __future__ import annotations
 

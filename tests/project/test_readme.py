@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("budget.md", "python.md", "frameworks.md", "training.md", "command-line.md")
 """What the README leaves to pages of its own, in the order in which their snippets are run."""
-VERDICT = re.compile(r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* again")
+VERDICT = re.compile(
+    r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* recomputed"
+)
 
 
 def page(name: str) -> str:

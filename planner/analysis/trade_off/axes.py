@@ -1,4 +1,4 @@
-"""How large a batch, or how long a sequence, fits a budget, and which size trains most a second.
+"""Other axes of a what-if at one budget: batch sizes, sequence lengths and devices.
 
 What a step needs is close to affine in its size, so two sizes say where the largest that fits about is, and a few more
 around that place decide.

@@ -1,4 +1,4 @@
-"""Where things stand in the page's charts; the template draws them. Shares are of a chart's width or height."""
+"""Coordinates of the charts on the page, as shares of their width or height; the template draws them."""
 
 from __future__ import annotations
 
