@@ -28,7 +28,6 @@ from planner.common.options import Target, Training
 from planner.extras.splits.best import PROBED_LAYERS, deeper
 from planner.extras.splits.captured_table import split_table
 from planner.extras.splits.estimate import Estimator
-from planner.extras.splits.links import links_of
 from planner.extras.splits.search import search
 from planner.extras.splits.table import FULL, ModelTable
 from planner.extras.splits.types import (
@@ -39,6 +38,7 @@ from planner.extras.splits.types import (
     Question,
     Split,
     described,
+    links_of,
 )
 from planner.session.step import Options
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._text import numbers
-from planner.exporters._whole_modules import OwnLayers
+from planner.exporters._whole_modules import OwnLayers, numbers
 from planner.plans.plan import Plan
 
 

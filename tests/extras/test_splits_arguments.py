@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from planner.extras.splits.arguments import split_arguments
+from planner.extras.splits.best import split_arguments
 from planner.extras.splits.types import FSDP2, FSDP2_KEPT, OPTIMIZER, REPLICATED, Estimate, Mixed, Split
 from tests.extras.test_splits_search import model, question
 

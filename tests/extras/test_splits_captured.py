@@ -6,19 +6,19 @@ import pytest
 import torch
 
 import cost_models
+import planner
 from planner import zoo
 from planner.capture import fake_mode
 from planner.capture.inputs import Inputs
-from planner.common.options import Target, Training
+from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
 from planner.extras.pipelines import plan_pipeline
 from planner.extras.splits import best_splits
 from planner.extras.splits.best import deeper
 from planner.extras.splits.captured_table import split_table
 from planner.extras.splits.estimate import Estimator
-from planner.extras.splits.links import links_of
 from planner.extras.splits.table import FULL, KEEP, ModelTable, is_uniform
-from planner.extras.splits.types import REPLICATED, Question, Split
+from planner.extras.splits.types import FSDP2, REPLICATED, Question, Split, links_of
 from planner.session.step import Options
 
 
@@ -93,11 +93,27 @@ def test_estimates_are_near_what_the_planner_itself_finds() -> None:
         master_weights=True,
         engines=("torchtitan",),
         top=20,
-        confirm=2,
     )
-    assert answer.confirmed
-    for one in answer.confirmed:
-        assert one.estimated_peak_bytes == pytest.approx(one.peak_bytes, rel=0.03)
+    own = {REPLICATED: "ddp", FSDP2: "fsdp2"}
+    alone = [one for one in answer.best if one.split.data == 8 and one.split.sharding in own]
+    assert alone
+    for one in alone[:2]:
+        samples = zoo.build(
+            "llama-7b", batch_size=one.split.micro_batch, seq_len=512, layers=3, dtype="bfloat16", fake_mode=fake_mode()
+        )
+        training = Training(
+            optimizer="adamw",
+            master_weights=True,
+            gradient_accumulation=one.split.micro_batches(128) > 1,
+            data_parallel=own[one.split.sharding],
+            ranks=8,
+        )
+        inputs = Inputs.of(samples.example_args, samples.example_kwargs)
+        target = Target("h100", cost_model="roofline")
+        step = planner.study(samples.model, inputs, training=training, search=Search(deterministic=True), target=target)
+        device = answer.question.device
+        plan = step.plan(budget=answer.question.memory_bytes + device.library_bytes)
+        assert one.peak_bytes == pytest.approx(plan.whole_step_peak_bytes - device.library_bytes, rel=0.03)
 
 
 def test_inputs_of_several_samples_are_refused() -> None:

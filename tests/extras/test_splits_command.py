@@ -65,7 +65,7 @@ def ask(capsys: pytest.CaptureFixture[str], *typed: str) -> tuple[int, str, str]
 
 
 def test_the_answer_as_json(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--gpus", "4", "--device", "a100-40", "--global-batch", "8", "--optimizer", "adamw", "--confirm", "1")
+    asked = ("--gpus", "4", "--device", "a100-40", "--global-batch", "8", "--optimizer", "adamw")
     code, out, err = ask(capsys, "--model", tiny, *asked, "--json", "-")
     assert code == 0, err
     answer: dict[str, Any] = json.loads(out)
@@ -85,8 +85,6 @@ def test_the_answer_as_json(tiny: str, capsys: pytest.CaptureFixture[str]) -> No
     assert shapes | lost == every
     assert "--parallelism.data_parallel_shard_degree" in answer["arguments"]["torchtitan"]
     assert "--micro-batch-size" in answer["arguments"]["megatron"]
-    (confirmed,) = answer["confirmed"]
-    assert confirmed["estimated_peak_bytes"] == pytest.approx(confirmed["peak_bytes"], rel=0.2)
 
 
 def test_the_answer_on_a_screen(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,20 +13,20 @@ import cost_models
 from planner.common.options import ENGINES
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.extras.pipelines.schedules import PipelineSchedule, loads, most_in_flight, passes
-from planner.extras.splits.clock import LayerClock, Share
 from planner.extras.splits.estimate import Estimator
-from planner.extras.splits.links import Links, links_of
 from planner.extras.splits.search import search, shapes, splits_of
-from planner.extras.splits.stages import can_cut, choices_of, cut_row, in_flight, stages_of
+from planner.extras.splits.stages import LayerClock, Share, can_cut, choices_of, cut_row, in_flight, stages_of
 from planner.extras.splits.table import FULL, KEEP, Choice, Layer, ModelTable, Work
 from planner.extras.splits.types import (
     FSDP2,
     PARTS,
     REPLICATED,
     Estimate,
+    Links,
     NoSplitFitsError,
     Question,
     Split,
+    links_of,
 )
 
 DEVICE = cost_models.device("h100")

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._text import comment, names, numbers
-from planner.exporters._whole_modules import OwnLayers
+from planner.exporters._whole_modules import OwnLayers, comment, names, numbers
 from planner.ir.checkpoints import Saved, forward_of
 from planner.ir.graph import Phase
 from planner.plans.plan import Plan

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._text import comment
-from planner.exporters._whole_modules import OwnLayers
+from planner.exporters._whole_modules import OwnLayers, comment
 from planner.plans.plan import Plan
 
 _MLP = ("mlp", "feed_forward", "ffn")

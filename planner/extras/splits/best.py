@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +14,25 @@ from planner.common.limits import Progress
 from planner.common.options import ENGINES, Search, Target, Training
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
-from planner.extras.splits.arguments import split_arguments
 from planner.extras.splits.captured_table import split_table
-from planner.extras.splits.links import links_of
 from planner.extras.splits.search import search
-from planner.extras.splits.table import ModelTable, is_uniform
-from planner.extras.splits.types import FSDP2, REPLICATED, Answer, Confirmed, Estimate, Question
+from planner.extras.splits.stages import has_short_ends
+from planner.extras.splits.table import FULL, KEEP, ModelTable, is_uniform
+from planner.extras.splits.types import (
+    FSDP2_KEPT,
+    OPTIMIZER,
+    REPLICATED,
+    Answer,
+    Estimate,
+    Mixed,
+    Question,
+    links_of,
+)
 from planner.measure import devices
 from planner.session.step import Options
-from planner.session.studying import study
 
 PROBED_LAYERS = 8
 """So many layers say how all are, if they are alike: a model of the zoo need not be captured whole."""
-
-_DATA_PARALLEL = {FSDP2: "fsdp2", REPLICATED: "ddp"}
-"""How the planner calls what it has an exact answer for."""
 
 
 class LayersDifferError(UsageError):
@@ -53,7 +57,6 @@ def best_splits(
     overlap: bool = True,
     engines: Sequence[str] = ENGINES,
     top: int = 10,
-    confirm: int = 0,
     name: str = "",
     progress: Progress | None = None,
 ) -> Answer:
@@ -88,8 +91,6 @@ def best_splits(
         Whose ways of splitting are tried: ``"torchtitan"``, ``"megatron"``.
     top : int
         How many answers are wanted.
-    confirm : int
-        For so many of them, at most, the planner itself plans the step; it can where replicas alone share the work.
 
     Returns
     -------
@@ -129,8 +130,6 @@ def best_splits(
         overlap=overlap,
         most=top,
     )
-    if confirm and layers is not None:
-        raise UsageError("confirm needs the whole model: leave out layers")
     inputs = one_sample(Inputs.of(inputs))
     options = Options(
         target=Target(device, cost_model="roofline"),
@@ -139,12 +138,7 @@ def best_splits(
         name=name,
     )
     table = split_table(model, inputs, loss_fn, options, tokens=tokens_of(inputs))
-    answer = answered(table if layers is None else deeper(table, layers), question, progress)
-
-    def at(samples: int) -> tuple[nn.Module, Inputs]:
-        return model, inputs.with_batch(samples)
-
-    return confirmed(answer, at, loss_fn, training, confirm, progress) if confirm else answer
+    return answered(table if layers is None else deeper(table, layers), question, progress)
 
 
 def answered(table: ModelTable, question: Question, progress: Progress | None = None) -> Answer:
@@ -175,59 +169,87 @@ def deeper(table: ModelTable, layers: int) -> ModelTable:
     return replace(table.deeper(layers), assumed=(*table.assumed, note))
 
 
-def confirmed(
-    answer: Answer,
-    at: Callable[[int], tuple[nn.Module, Inputs]],
-    loss_fn: LossFunction | None,
-    training: Training,
-    most: int,
-    progress: Progress | None = None,
-) -> Answer:
-    """Have the planner itself plan the first of the best that replicas alone share; ``at`` gives samples of a size."""
-    able = [estimate for estimate in answer.best if can_confirm(estimate)][:most]
-    made = tuple(_confirmed(estimate, answer.question, at, loss_fn, training, progress) for estimate in able)
-    return replace(answer, confirmed=made)
+def split_arguments(estimate: Estimate, table: ModelTable, question: Question) -> str:
+    """Return what the engine of a split is given, one argument a line, beside those that name the model."""
+    return _WRITERS[estimate.split.engine](estimate, table, question)
 
 
-def can_confirm(estimate: Estimate) -> bool:
-    """Whether the planner has an exact answer: replicas, or FSDP2, and nothing else."""
+def _torchtitan(estimate: Estimate, table: ModelTable, question: Question) -> str:
+    """Return the options of torchtitan for a split, beside those that name the model.
+
+    Its ``memory-budget`` mode keeps the share of what a layer saves that the split assumes; it compiles the model.
+    """
     split = estimate.split
-    is_alone = split.tensor * split.pipeline * split.context * split.expert == 1
-    return is_alone and split.sharding in _DATA_PARALLEL and split.engine == "torchtitan"
+    is_replicated = split.sharding == REPLICATED
+    told: dict[str, object] = {
+        "training.max_context_length": table.tokens,
+        "training.num_tokens_per_microbatch_per_dp_rank": split.micro_batch * table.tokens,
+        "training.num_tokens_per_train_step": question.global_batch * table.tokens,
+        "parallelism.data_parallel_replicate_degree": split.data if is_replicated else 1,
+        "parallelism.data_parallel_shard_degree": 1 if is_replicated else split.data,
+        "parallelism.fsdp_reshard_after_forward": "never" if split.sharding == FSDP2_KEPT else "always",
+        "parallelism.tensor_parallel_degree": split.tensor,
+        "parallelism.context_parallel_degree": split.context,
+        "parallelism.expert_parallel_degree": split.expert,
+        "parallelism.pipeline_parallel_degree": split.pipeline,
+    }
+    if split.pipeline > 1:
+        groups = split.pipeline * split.chunks
+        less = int(has_short_ends(len(table.row), groups))
+        told |= {
+            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B" if split.chunks > 1 else "1F1B",
+            "parallelism.pipeline_parallel_layers_per_stage": (len(table.row) + 2 * less) // groups,
+            "parallelism.pipeline_parallel_first_stage_less_layers": less,
+            "parallelism.pipeline_parallel_last_stage_less_layers": less,
+            "parallelism.num_pp_microbatches": split.micro_batches(question.global_batch),
+        }
+    lines = [f"--{option} {value}" for option, value in told.items()]
+    share = min(_kept_share(stage, table) for stage in estimate.stages)
+    if share in (0, 1):
+        return "\n".join([*lines, f"activation_checkpoint:{'none' if share else 'full'}"]) + "\n"
+    mode = ("activation_checkpoint:memory-budget", f"--activation_checkpoint.memory_budget {share:.2f}")
+    return "\n".join([*lines, "--compile.enable", *mode]) + "\n"
 
 
-def _confirmed(
-    estimate: Estimate,
-    question: Question,
-    at: Callable[[int], tuple[nn.Module, Inputs]],
-    loss_fn: LossFunction | None,
-    training: Training,
-    progress: Progress | None,
-) -> Confirmed:
-    split, device = estimate.split, question.device
-    model, inputs = at(split.micro_batch)
-    if progress is not None:
-        progress(f"planning micro-batches of {split.micro_batch}")
-    count = split.micro_batches(question.global_batch)
-    step = study(
-        model,
-        inputs,
-        loss_fn=loss_fn,
-        training=Training(
-            training.optimizer,
-            master_weights=training.master_weights,
-            gradient_accumulation=count > 1,
-            data_parallel=_DATA_PARALLEL[split.sharding] if split.data > 1 else "none",
-            ranks=split.data,
-        ),
-        search=Search(deterministic=True),
-        target=Target(device.name, cost_model="roofline"),
-    )
-    plan = step.plan(budget=question.memory_bytes + device.library_bytes)
-    return Confirmed(
-        split=split,
-        peak_bytes=plan.whole_step_peak_bytes - device.library_bytes,
-        estimated_peak_bytes=estimate.peak_bytes,
-        recompute_seconds=plan.recompute_seconds,
-        estimated_recompute_seconds=estimate.seconds["recompute"] / count,
-    )
+def _kept_share(stage: Mixed, table: ModelTable) -> float:
+    """Return how much a stage keeps of what its layers save beyond their inputs."""
+    saved = {choice.name: choice.saved_bytes for choice in table.kinds[-1].choices}
+    room = saved[KEEP] - saved[FULL]
+    held = stage.count * saved[stage.first] + (stage.layers - stage.count) * saved[stage.others]
+    return (held / max(stage.layers, 1) - saved[FULL]) / room if room else 1.0
+
+
+def _megatron(estimate: Estimate, table: ModelTable, question: Question) -> str:
+    """Return the arguments of Megatron-LM for a split, beside those that name the model.
+
+    All stages are told one number of layers to run again: what the one needs that needs most.
+    """
+    split = estimate.split
+    told: dict[str, object] = {
+        "--tensor-model-parallel-size": split.tensor,
+        "--pipeline-model-parallel-size": split.pipeline,
+        "--context-parallel-size": split.context,
+        "--micro-batch-size": split.micro_batch,
+        "--global-batch-size": question.global_batch,
+        "--seq-length": table.tokens,
+    }
+    flags = ["--bf16"]
+    if split.expert > 1:
+        told["--expert-model-parallel-size"] = split.expert
+    if split.tensor > 1:
+        flags.append("--sequence-parallel")
+    if split.chunks > 1:
+        told["--num-virtual-stages-per-pipeline-rank"] = split.chunks
+    if split.pipeline > 1 and has_short_ends(len(table.row), split.pipeline * split.chunks):
+        flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    if split.shards > 1:
+        flags.append("--overlap-grad-reduce")
+    if split.sharding == OPTIMIZER:
+        flags += ["--use-distributed-optimizer", "--overlap-param-gather"]
+    again = max(-(-stage.count // split.chunks) for stage in estimate.stages)
+    if again:
+        told |= {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": again}
+    return "\n".join([*(f"{option} {value}" for option, value in told.items()), *flags]) + "\n"
+
+
+_WRITERS = {"torchtitan": _torchtitan, "megatron": _megatron}

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 from planner.commands import _asked
 from planner.commands._options import SIZE, Parser, add, count, json_option, model_options
 from planner.commands._terminal import hand_out, quiet, reporting, write_json
-from planner.common.options import ENGINES, Target, Training, picked
+from planner.common.options import ENGINES, Target, Training
 from planner.common.units import parse_size
 from planner.errors import UsageError
 from planner.extras.pipelines import schedules as _  # noqa: F401 (there is no such command without pipelines)
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from planner.capture.inputs import Inputs
     from planner.common.limits import Progress
     from planner.extras.splits.types import Answer
     from planner.zoo import ZooModel
@@ -52,7 +49,6 @@ class _Split:
         group.add_argument("--engine", choices=ENGINES, metavar="NAME", help=f"only what it runs: {', '.join(ENGINES)}")
         results = parser.add_argument_group("results")
         results.add_argument("--top", type=count, metavar="N", help="how many answers (default 10)")
-        results.add_argument("--confirm", type=count, metavar="N", help="plan N of them exactly, where that can be")
         json_option(results)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -80,7 +76,7 @@ class _Split:
 
 
 def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
-    from planner.extras.splits.best import PROBED_LAYERS, LayersDifferError, best_splits, confirmed
+    from planner.extras.splits.best import PROBED_LAYERS, LayersDifferError, best_splits
 
     progress("capturing one sample")
     asked: dict[str, Any] = {
@@ -102,17 +98,7 @@ def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
             answer = _asked.ask(best_splits, _one_sample(args), progress, **asked)
     else:
         answer = _asked.ask(best_splits, _one_sample(args), progress, **asked)
-    if not args.confirm:
-        return answer
-
-    def at(samples: int) -> tuple[nn.Module, Inputs]:
-        from planner.capture.inputs import Inputs
-
-        loaded = _one_sample(args)
-        return loaded.model, Inputs.of(loaded.example_args, loaded.example_kwargs).with_batch(samples)
-
-    loss_fn = _one_sample(args).loss_fn
-    return confirmed(answer, at, loss_fn, picked(Training, vars(args)), args.confirm, progress)
+    return answer
 
 
 def _one_sample(args: argparse.Namespace) -> ZooModel:

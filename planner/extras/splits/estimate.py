@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.extras.splits.clock import LayerClock, Share, Timed
 from planner.extras.splits.stages import (
     ROW,
     Keeping,
+    LayerClock,
+    Share,
     Stage,
     StageChoices,
+    Timed,
     Weights,
     choices_of,
     in_flight,

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
-from planner.extras.splits.types import Answer, Confirmed, Estimate, Lost, described
+from planner.extras.splits.types import Answer, Estimate, Lost, described
 from planner.report.style import counted, print_report, signed_percent, sizes, table
 
 _SHOWN_LOST = 12
@@ -44,7 +44,6 @@ def _parts(answer: Answer) -> Iterator[RenderableType]:
 
 def _best(answer: Answer) -> RenderableType:
     size = sizes(one.peak_bytes for one in answer.best)
-    confirmed = {one.split: one for one in answer.confirmed}
     fastest = answer.best[0]
     return table(
         f"The best {len(answer.best)}" if len(answer.best) > 1 else "The best",
@@ -54,11 +53,6 @@ def _best(answer: Answer) -> RenderableType:
         (f"{_unit(answer)}/s/GPU", lambda one: one.tokens_per_second / one.gpus, "{:,.0f}".format),
         ("slower", lambda one: one.step_seconds / fastest.step_seconds - 1, signed_percent),
         ("peak", lambda one: one.peak_bytes, size),
-        (
-            "confirmed",
-            lambda one: _off(confirmed[one.split]) if one.split in confirmed else None,
-            str if confirmed else None,
-        ),
         text_columns=2,
         bold=lambda one: one is fastest,
     )
@@ -71,11 +65,6 @@ def _kept(one: Estimate) -> str:
         return "none" if stage.others == "keep all" else stage.others
     rest = stage.layers - stage.count
     return f"{stage.count} {stage.first}" + (f", {rest} {stage.others}" if rest else "")
-
-
-def _off(one: Confirmed) -> str:
-    """Say how far the estimated peak is from the planner's own."""
-    return f"peak {signed_percent(one.estimated_peak_bytes / one.peak_bytes - 1)}"
 
 
 def _where_time_goes(answer: Answer) -> RenderableType:
@@ -126,10 +115,4 @@ def _explained(answer: Answer) -> str:
         f"Searched in {format_seconds(answer.seconds)}.",
         *(f"Assumed: {one}." for one in answer.assumed),
     ]
-    if answer.confirmed:
-        again = [
-            f"{format_seconds(one.recompute_seconds)} (estimated {format_seconds(one.estimated_recompute_seconds)})"
-            for one in answer.confirmed
-        ]
-        said.append(f"'confirmed': the planner itself, beside it; it recomputes for {', '.join(again)} a micro-batch.")
     return " ".join(said)
