@@ -22,7 +22,7 @@ from planner.extras import pipelines, splits
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "signatures.txt"
 PLUG_INS = (
-    solvers.Solver, runtimes.Runtime, runtimes.PlannedModel, exporters.Exporter, strategies.Strategy,
+    solvers.Solver, runtimes.RuntimePlugin, runtimes.PlannedModel, exporters.Exporter, strategies.Strategy,
     strategies.Chosen, cost_models.CostModel, commands.Command,
 )  # fmt: skip
 
