@@ -208,7 +208,7 @@ def _forget() -> None:
     from planner.solving import peak_bounds
 
     for function in (peak_bounds.proven_peak, peak_bounds.minimum_peak):
-        function.__closure__[-1].cell_contents.clear()  # type: ignore[attr-defined]
+        function.__closure__[-1].cell_contents.clear()  # type: ignore[index]
 
 
 def brings(row: Result) -> dict[str, float]:
@@ -245,7 +245,12 @@ def main(arguments: Sequence[str]) -> int:
         whole = measured(problem, kind, None, args.time_limit)
         for part in parts:
             started = time.process_time()
-            row = {"part": part, "case": case, "with": whole, "without": measured(problem, kind, part, args.time_limit)}
+            row: Result = {
+                "part": part,
+                "case": case,
+                "with": whole,
+                "without": measured(problem, kind, part, args.time_limit),
+            }
             row["processor_seconds"] = time.process_time() - started
             result["rows"].append(row)
             common.progress(f"{case} | {part} | {whole} | {brings(row)} | {row['processor_seconds']:.0f} s")

@@ -20,12 +20,11 @@ from planner.analysis.compatibility import (
     graphs_runtime,
     offloading_runtime,
 )
-from planner.capture.device import entered, of_model
 from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
-from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, shards_of, whole
+from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, of_model, shards_of, whole
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
-from planner.capture.torch_internals import installed_call
+from planner.capture.torch_internals import entered, installed_call
 from planner.common.limits import Progress
 from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size

@@ -1,4 +1,4 @@
-"""Branches that a forward takes by what its inputs hold: labels in range, say, or a padding mask that hides nothing.
+"""Specialize a captured program on branches that depend on input values, which every call checks.
 
 A traced program cannot look at data. While it is captured, the condition of such a branch is computed from the inputs
 at hand, and the branch that eager would take is taken. Each call computes the conditions first: one in which another

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from planner.capture.device import entered
 from planner.capture.operands import multiply_both_ways
-from planner.capture.torch_internals import VERSION, run_and_save_rng_state, run_with_rng_state
+from planner.capture.torch_internals import VERSION, entered, run_and_save_rng_state, run_with_rng_state
 from planner.errors import RuntimeUnsupportedError
 
 GENERATORS_REGISTER_THEMSELVES = VERSION >= (2, 14)

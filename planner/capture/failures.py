@@ -1,4 +1,4 @@
-"""What torch raises while it captures, said in one line: what is wrong, and at which line of the user's."""
+"""Explain in one line, with the line of user code, why torch could not capture a model."""
 
 from __future__ import annotations
 

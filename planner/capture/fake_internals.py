@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._sympy.printers import PythonPrinter
 
 from planner.capture.torch_internals import in_memory
 
@@ -22,6 +23,12 @@ def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
     """Return what must hold of sizes for what was traced in a mode to be what runs there, in symbols."""
     shapes = mode.shape_env
     return [] if shapes is None else [shapes.replace(guard.expr) for guard in shapes.guards]
+
+
+def python_code(expression: Any) -> str:
+    """Return an expression in symbols of sizes as Python has it."""
+    code: str = PythonPrinter().doprint(expression)
+    return code
 
 
 def without_data(

@@ -1,4 +1,4 @@
-"""How ``fully_shard`` was told to shard a model, as far as that decides what a rank holds, and the model without it."""
+"""Read how ``fully_shard`` shards a model, and run it unsharded on fake tensors; private torch APIs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.capture.device import check_one_device
 from planner.capture.fake_internals import fake_mode
 from planner.capture.model_facts import check_not_distributed, has_distributed_tensors
 from planner.capture.module_internals import has_full_backward_hooks
@@ -129,6 +128,20 @@ def check_model(model: Any, *, may_be_sharded: bool = False) -> None:
     check_module(model)
     check_not_distributed(model, may_be_sharded=may_be_sharded)
     check_one_device(model)
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Raise a UsageError for a model over several devices; numbers on the CPU may go with tensors on a GPU."""
+    places: dict[torch.device, str] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.is_meta and (tensor.dim() or tensor.device.type != "cpu"):
+            places.setdefault(tensor.device, name)
+    if len(places) > 1:
+        listed = [f"{name!r} is on {device}" for device, name in places.items()]
+        raise UsageError(
+            f"the model is spread over several devices: {', '.join(listed)}. A plan is for one: move the model there, "
+            "or plan its parts one by one"
+        )
 
 
 def check_module(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The joint graph that AOTAutograd hands over, and facts about its nodes."""
+"""The joint graph of forward and backward from AOTAutograd, and predicates on its nodes."""
 
 from __future__ import annotations
 

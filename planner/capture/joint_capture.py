@@ -1,4 +1,4 @@
-"""From a model and example inputs to one joint graph of forward and backward, for planning and for running.
+"""Capture a model's forward and backward as one joint graph, for planning and for running.
 
 Dynamo captures the call, AOTAutograd traces it, and our partition function receives the joint graph. Planning stops
 there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.graphs`` writes.
@@ -412,31 +412,19 @@ class Backend:
         def partition(
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            for node in joint.graph.nodes:
-                node.target = meant(node.target)
-            graph = eliminate_common_subexpressions(joint.graph)
             backend = own()
             assert backend is not None
-            functional = backend.compiler is not aot_backend
-            assumes = assumption.names if assumption else ()
-            outside_bytes = gradients_outside(narrowed, differentiable)
-            captured = JointGraph(
+            captured = backend._captured(
                 joint,
-                graph,
                 num_fwd_outputs,
-                list(tensors),
-                assumes,
-                functional,
-                outside_bytes,
-                backend.elsewhere,
+                inputs=list(tensors),
+                assumes=assumption.names if assumption else (),
+                outside_bytes=gradients_outside(narrowed, differentiable),
                 varies=programs is not None,
                 branches=branches.taken if branches else (),
                 capture_seconds=time.perf_counter() - begun,
             )
             joints.append(captured)
-            _check_strided(captured)
-            _check_stay(captured)
-            _check_apart(captured)
             if programs is not None:
                 return programs.captured(captured)
             forward, backward = backend.partition(captured)
@@ -456,6 +444,19 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under([each for each in (branches, assumption) if each], run)
+
+    def _captured(self, joint: fx.GraphModule, num_forward_outputs: int, **facts: Any) -> JointGraph:
+        """Return a joint graph with equal operations merged; UnsupportedModelError for what no plan can hold."""
+        for node in joint.graph.nodes:
+            node.target = meant(node.target)
+        graph, functional = eliminate_common_subexpressions(joint.graph), self.compiler is not aot_backend
+        captured = JointGraph(
+            joint, graph, num_forward_outputs, functional=functional, elsewhere=self.elsewhere, **facts
+        )
+        _check_strided(captured)
+        _check_stay(captured)
+        _check_apart(captured)
+        return captured
 
 
 class _SharedCapture(Backend):

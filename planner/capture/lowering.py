@@ -63,8 +63,6 @@ class LoweredGraph:
     """For each node the values that its output looks at; resident storages are left out."""
     alias_nodes: set[fx.Node] = field(default_factory=set)
     """Nodes that cost nothing: views and ``getitem``."""
-    fingerprinted: TrainingGraph | None = None
-    """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
     is_eager: bool = False
     """Whether operations are those of a recorded step, which runs the model's own calls."""
     parts: Mapping[fx.Graph, LoweredGraph] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Attention masks that tracing writes out, given back as the flags that eager passes to the kernel.
+"""Replace attention masks in a captured program by the flags that eager passes to the kernel.
 
 Whether a mask is needed at all can depend on data: Hugging Face decoders look for padding and for
 packed sequences, and pass a causal flag where there are none. A traced program cannot look, so it

@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
 
-from planner.capture.device import of_model
 from planner.capture.fake_internals import is_fake
 from planner.capture.module_internals import ddp_around, has_full_backward_hooks
 from planner.capture.provenance import kinds_of
@@ -76,6 +77,14 @@ class ModelFacts:
             sharded_inside=sharded_inside(model),
             compiled_parts=tuple(compiled_parts(model)),
         )
+
+
+def of_model(model: nn.Module, *arguments: Any) -> torch.device:
+    """Return the device of a model's first parameter or buffer, else of a tensor among the arguments; else the CPU."""
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    if tensor is None:
+        tensor = next((leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def compiled_parts(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Programs as ``torch.compile`` hands them to a backend: a part of what a model runs, with parameters among its inputs.
+"""Graphs that ``torch.compile`` hands to a backend, prepared to be captured again.
 
 They are captured anew outside of Dynamo, on tensors without data, as often as they are planned.
 """

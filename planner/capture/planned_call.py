@@ -1,4 +1,4 @@
-"""The call of a wrapped model, for itself and where something that is being compiled contains it.
+"""Install a planned step as a module's call, also inside code that others compile.
 
 Dynamo follows a module's ``forward``, whatever was installed in place of its call. An attribute ``forward`` of the
 module's own changes that: Dynamo has guards on it, so what was compiled before is compiled anew, and then goes through

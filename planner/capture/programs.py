@@ -1,4 +1,4 @@
-"""One captured program with symbolic sizes, and for each sizes that it was called with a forward and a backward.
+"""Run one captured program with symbolic sizes, by a forward and a backward for each set of sizes.
 
 AOTAutograd wraps the program once, whatever its sizes: views, gradients and autocast are its business. What it takes
 for the compiled forward and backward looks up those of the sizes at hand. The forward saves a number by which the

@@ -6,6 +6,7 @@ layouts, copies and views are what its own rules say, and nothing is derived fro
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.fake_internals import guards_on_sizes
+from planner.capture.fake_internals import guards_on_sizes, python_code
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.torch_internals import outside_autocast
@@ -308,9 +309,6 @@ def _is_dynamic(tensor: Tensor) -> bool:
 _KEPT = 2**14
 """How many functions are kept: more than the programs of any training have expressions."""
 
-_SIGNS = {"Add": " + ", "Mul": " * ", "FloorDiv": " // ", "CleanDiv": " // ", "Mod": " % ", "PythonMod": " % "}
-_FUNCTIONS = {"Max": "max", "Min": "min"}
-
 Numbers = dict[Any, int]
 """What the symbols of symbolic sizes stand for."""
 
@@ -332,7 +330,7 @@ def evaluated(expression: Any, numbers: Numbers) -> Any:
         return expression
     function = as_function(expression)
     if function is not None:
-        with suppress(KeyError):  # a symbol that stands for nothing yet
+        with suppress(KeyError, NameError):  # a symbol that stands for nothing yet, a function that is not Python's
             return function(numbers)
     found = expression.xreplace(numbers)
     return int(found) if getattr(found, "is_integer", False) else float(found)
@@ -347,6 +345,9 @@ def number_of(size: Any, numbers: Numbers) -> Any:
 def as_function(expression: Any) -> Callable[[Numbers], int] | None:
     """Return what gives a whole number for those of its symbols; None for an expression of any other kind.
 
+    Putting numbers in for symbols takes sympy a tenth of a millisecond and more, and a step of a new size has many
+    expressions.
+
     >>> import sympy
     >>> length = sympy.Symbol("length", integer=True)
     >>> as_function(4 * length**2 + 1)({length: 3})
@@ -354,35 +355,8 @@ def as_function(expression: Any) -> Callable[[Numbers], int] | None:
     >>> as_function(length / 2) is None
     True
     """
-    names = {symbol: f"n{at}" for at, symbol in enumerate(expression.free_symbols)}
-    text = _written(expression, names)
-    if text is None or not names:
+    symbols = tuple(expression.free_symbols)
+    if not symbols or not getattr(expression, "is_integer", False):
         return None
-    function = eval(f"lambda {', '.join(names.values())}: {text}", {"max": max, "min": min})
-    symbols = tuple(names)
-    if len(symbols) == 1:
-        return lambda numbers, symbol=symbols[0]: function(numbers[symbol])  # type: ignore[misc]
+    function = eval(f"lambda {', '.join(map(str, symbols))}: int({python_code(expression)})", {"math": math})
     return lambda numbers: function(*[numbers[symbol] for symbol in symbols])
-
-
-def _written(expression: Any, names: Mapping[Any, str]) -> str | None:
-    """Return an expression as Python has it; None unless it is made of whole numbers by what keeps them whole."""
-    if expression.is_Symbol:
-        return names[expression] if expression.is_integer else None
-    if expression.is_Integer:
-        return f"({int(expression)})"
-    kind, parts = type(expression).__name__, expression.args
-    if kind == "Pow":
-        return _power(names, *parts)
-    written = [_written(part, names) for part in parts]
-    known = [text for text in written if text is not None]
-    if len(known) < len(written) or not known:
-        return None
-    if kind in _FUNCTIONS:
-        return f"{_FUNCTIONS[kind]}({', '.join(known)})"
-    return f"({_SIGNS[kind].join(known)})" if kind in _SIGNS else None
-
-
-def _power(names: Mapping[Any, str], base: Any, exponent: Any) -> str | None:
-    written = _written(base, names)
-    return f"({written} ** {int(exponent)})" if written and exponent.is_Integer and exponent > 0 else None

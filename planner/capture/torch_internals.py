@@ -1,4 +1,4 @@
-"""Every touch of a private torch API but Inductor's, in one place.
+"""Private torch APIs except Inductor's, in one place.
 
 A new torch release that moves one of them breaks this file: ``tests/capture/test_torch_internals.py`` and
 ``test_engine_sums.py`` try them on each supported version. What is imported under its own name is for others.
@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
@@ -67,7 +67,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from planner.capture.call_internals import recompile_directly
-from planner.capture.device import entered
 from planner.capture.dispatch_internals import below_autograd
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
@@ -127,6 +126,14 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def entered(device: torch.device) -> AbstractContextManager[Any]:
+    """Let a device be CUDA's current one: whatever draws, measures or waits without naming a device means this one."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # tensors without data need none
+        return nullcontext()
+    is_current = torch.cuda.current_device() == device.index  # asked in every step, and mostly so
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 OUTSIDE_AUTOCAST = {"backward_pass_autocast": "off"}

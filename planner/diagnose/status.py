@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.device import of_model
 from planner.capture.memory import Recording, record
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, profiler_is_running
 from planner.capture.trees import leaf_tensors, leaves_of
 from planner.common.units import format_bytes, format_seconds

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cost_models.devices import DeviceSpec
-from planner.capture.device import entered
+from planner.capture.torch_internals import entered
 from planner.ir.problem import Progress
 from planner.measure import devices
 

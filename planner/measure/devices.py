@@ -9,7 +9,7 @@ from torch import nn
 
 import cost_models
 from cost_models.devices import DeviceSpec, library_bytes, unknown_gpu
-from planner.capture.device import of_model
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import has_onednn
 from planner.measure import libraries
 from planner.plans import device_file

@@ -19,11 +19,12 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.capture.device import entered, of_model
 from planner.capture.inductor_internals import settings_of, without_plan
 from planner.capture.joint_capture import differentiable_outputs
+from planner.capture.model_facts import of_model
 from planner.capture.pieces import Piece, model_of, numbers_among
 from planner.capture.state_restore import random_states_kept
+from planner.capture.torch_internals import entered
 from planner.common.options import Budget
 from planner.common.units import format_bytes, format_percent, parse_size, round_up
 from planner.errors import InfeasibleBudgetError, PlannerError, RuntimeUnsupportedError, UsageError

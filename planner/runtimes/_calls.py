@@ -15,14 +15,13 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs, differentiable_in
-from planner.capture.model_facts import finds_gradients, gradient_state, shards_of, unplanned_sharding
+from planner.capture.model_facts import finds_gradients, gradient_state, of_model, shards_of, unplanned_sharding
 from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel_events import Gradients
-from planner.capture.torch_internals import call_implementation, is_transformed, is_watched
+from planner.capture.torch_internals import call_implementation, entered, is_transformed, is_watched
 from planner.capture.trees import leaves_of
 from planner.common.units import format_bytes
 from planner.errors import NoBackwardError

@@ -11,14 +11,14 @@ import torch
 from torch import fx, nn
 
 from planner.analysis.study import Study
-from planner.capture.device import entered, of_model
 from planner.capture.failures import explain_forward
 from planner.capture.inductor_internals import draft_with_inductor, with_settings
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Backend, Stopped, differentiable_outputs
+from planner.capture.model_facts import of_model
 from planner.capture.pieces import Piece
 from planner.capture.state_restore import random_states_kept
-from planner.capture.torch_internals import FakeTensor
+from planner.capture.torch_internals import FakeTensor, entered
 from planner.common.units import round_up
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule

@@ -101,6 +101,8 @@ def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: 
     accumulates = options.training.gradient_accumulation
     found = found_by_autograd(model, sharded.values() if sharded else None, accumulates=accumulates)
     modules = {unit.path: unit.modules for unit in beside}
+    if is_sharded:
+        modules |= {path: (model.get_submodule(path),) for path in (*captured, ROOT)}
     trace, used = followed.trace(captured, options.loss, replace(options.gradients, found=found), modules)
     if sharded is not None:
         sharded = _sharded(model, used, beside, options)

@@ -11,9 +11,9 @@ from torch import nn
 
 from planner import runtimes
 from planner.analysis.eager_baseline import LARGER, SLOWER
-from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
-from planner.capture.model_facts import ModelFacts
+from planner.capture.model_facts import ModelFacts, of_model
+from planner.capture.torch_internals import entered
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity

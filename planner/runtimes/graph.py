@@ -15,13 +15,12 @@ from torch import fx, nn
 from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
-from planner.capture.device import of_model
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
-from planner.capture.model_facts import is_sharded
+from planner.capture.model_facts import is_sharded, of_model
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
 from planner.capture.symbolic import OtherProgramError, Sizes, holds_for, with_others

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from planner.capture.device import of_model
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
 from planner.ir.static_memory import LossMemory

@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.analysis.study import Study
-from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
 from planner.capture.inputs import Inputs
-from planner.capture.model_facts import units_of, whole
+from planner.capture.model_facts import of_model, units_of, whole
 from planner.capture.module_internals import lend, settings_of, tensors_held_by
 from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
 from planner.capture.state_restore import HostStates

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from planner.analysis.study import Study
-from planner.capture.device import of_model
 from planner.capture.fake_internals import without_data
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import fake_mode_of, is_cudnn_rnn
+from planner.capture.model_facts import of_model
 from planner.capture.recurrent import is_onednn_lstm
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
 from planner.capture.torch_internals import FakeTensorMode

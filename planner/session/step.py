@@ -25,13 +25,12 @@ from planner.analysis import eager_baseline
 from planner.analysis.eager_baseline import Costed, eager_step
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import NEWEST, RULES
-from planner.capture.device import of_model
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower, runs_after
-from planner.capture.model_facts import module_facts, outside_bytes, units_of
+from planner.capture.model_facts import module_facts, of_model, outside_bytes, units_of
 from planner.capture.parallel_events import Gradients
 from planner.capture.programs import DeferredBackward
 from planner.capture.provenance import kinds_of
@@ -487,7 +486,7 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
 
 def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
-    graph, joint = lowered.fingerprinted or lowered.graph, lowered.joint
+    graph, joint = lowered.graph, lowered.joint
     digest = hashlib.sha256()
     operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
     for operation in operations:

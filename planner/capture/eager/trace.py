@@ -1,4 +1,4 @@
-"""A recorded eager step: what ran in which module, how long each storage lived, and why.
+"""The recorder of an eager step: operators by module, saved activations, and lifetimes of storages.
 
 What autograd saves is replaced by copies while the step is recorded. A storage then dies when the
 last of the program's own names for it goes, and until when autograd would have held it is known
@@ -22,7 +22,6 @@ from planner.capture.fake_internals import with_its_number
 from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
-from planner.capture.parallel_events import Told
 from planner.capture.provenance import is_library, short_path
 from planner.capture.storages import Run, StepRecorder, Storage
 from planner.capture.torch_internals import (
@@ -79,17 +78,6 @@ class Call:
     direct: tuple[int | None, ...] = ()
     enclosed: frozenset[int] = frozenset()
     saves: list[Save] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Turn(Run):
-    """No operator, but a moment at which FSDP2 gathers a unit's parameters, frees them, or spreads their gradients.
-
-    The unit is that of the ``module``.
-    """
-
-    is_entered: bool
-    """Whether the unit's forward, or its backward, begins; else it is over."""
 
 
 @dataclass
@@ -259,23 +247,6 @@ class Recorder(StepRecorder[Run]):
             call.end = self.now
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
-
-    def turn(self, unit: str, *, is_entered: bool) -> None:
-        """Note a turn of a unit of FSDP2."""
-        self.events.append(
-            Turn(
-                node=self._nodes.node(Told, (), {}, ()),
-                reads=(),
-                makes=(),
-                writes=(),
-                writes_resident=False,
-                module=unit,
-                source="",
-                flops=0,
-                moved_bytes=0,
-                is_entered=is_entered,
-            )
-        )
 
 
 def is_plain(leaf: Any) -> bool:

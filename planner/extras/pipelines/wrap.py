@@ -8,9 +8,10 @@ from typing import Any
 from planner import runtimes
 from planner.analysis.compatibility import check_solver
 from planner.api import unwrap
-from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
+from planner.capture.model_facts import of_model
 from planner.capture.planned_call import install_planned_call
+from planner.capture.torch_internals import entered
 from planner.common.options import Budget, Search, Target, Training
 from planner.common.units import Size
 from planner.extras.pipelines.deferred_weight_grads import LaterWeights
