@@ -21,8 +21,8 @@ from planner import exporters
 from planner.commands import commands
 
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-planner.auto_wrap(model, torch.randn(256, 64), budget="100%", time_limit_seconds=1)
-plan = planner.plan(model, torch.randn(64, 64), budget="100%", runtime="modules", time_limit_seconds=1)
+planner.auto_wrap(model, torch.randn(256, 64), budget="100%")
+plan = planner.plan(model, torch.randn(64, 64), budget="100%", runtime="modules")
 assert planner.export(plan, to="fsdp").text
 print(*(command.name for command in commands()), *exporters.targets())
 """
