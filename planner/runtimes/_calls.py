@@ -67,7 +67,8 @@ class HeldGradients:
         warnings.warn(
             f"{self._name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier backwards. Its "
             f"plan has {format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for them: pass "
-            "gradient_accumulation=True to auto_wrap, or free them before each step with zero_grad(set_to_none=True)",
+            "training=Training(gradient_accumulation=True) to auto_wrap, or free them before each step with "
+            "zero_grad(set_to_none=True)",
             stacklevel=7,
         )
 

@@ -133,7 +133,7 @@ class CodeSearch(Generic[CodeT]):
         if self._must_match and not fits:
             raise PlanMismatchError(
                 f"compiled here, the plan holds {format_bytes(needed_bytes)}, and its budget is "
-                f"{format_bytes(self._budget_bytes)}: plan again, or pass replan=True"
+                f"{format_bytes(self._budget_bytes)}: plan again, or pass Budget(plan=plan, replan=True)"
             )
         is_lowest = self.best is None and self._refused is not None
         if self._must_match or is_lowest or self._is_good_enough() or self._attempts == ATTEMPTS:

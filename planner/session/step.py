@@ -330,7 +330,7 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
         # Another batch may need more, or have a graph of its own; the budget is what counts.
         if must_match and not study.varies and assumes_the_same(reuse, study.origin):
             raise PlanMismatchError(
-                "the plan's decisions break the budget on this step: plan again, or pass replan=True"
+                "the plan's decisions break the budget on this step: plan again, or pass Budget(plan=plan, replan=True)"
             )
     return study.plan(options.budget, search=options.search, offload=options.offload, policy=options.policy)
 
