@@ -49,7 +49,8 @@ def _refuse(plan: Plan, origin: PlanOrigin, keys: list[str]) -> None:
         f"{key} is {plan.fingerprint.get(key)!r} in the plan and {origin.fingerprint[key]!r} here" for key in keys
     ]
     raise PlanMismatchError(
-        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass Budget(plan=plan, replan=True)"
+        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass "
+        "Budget(plan=plan, replan=True)"
     )
 
 
