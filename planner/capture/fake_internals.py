@@ -47,12 +47,12 @@ def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -
 
 
 @contextmanager
-def fake_calls_by(run: Callable[[FakeTensorMode, Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let every call on fake tensors be run by ``run``: it gets mode, operator, arguments, keywords, and the way on."""
+def fake_calls_by(run: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let every call on fake tensors be run by ``run``: it gets operator, arguments, keywords, and the way on."""
     dispatch = FakeTensorMode.dispatch
 
     def by_run(mode: FakeTensorMode, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(mode, function, args, kwargs or {}, lambda: dispatch(mode, function, types, args, kwargs or {}))
+        return run(function, args, kwargs or {}, lambda: dispatch(mode, function, types, args, kwargs or {}))
 
     with patch.object(FakeTensorMode, "dispatch", by_run):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.target_device import Elsewhere
+from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import (
     FakeTensor,
     ForwardTokenAOTInput,
@@ -57,7 +57,7 @@ class JointGraph:
     """Whether nothing in the graph may write into what it has made: Inductor wants it so."""
     outside_bytes: tuple[int, ...] = ()
     """Gradients that autograd handles outside: of outputs that are views of each other, or of inputs."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: TargetDevice | None = None
     """The device that it was captured for, where that is not here."""
     varies: bool = False
     """Whether sizes or numbers of a call vary in it, so that each has a plan of its own."""

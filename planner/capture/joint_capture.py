@@ -27,11 +27,10 @@ from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of
+from planner.capture.fake_kernels import eager_results, kernel_types
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
-from planner.capture.kernel_dtypes import types_as_kernels_take
-from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
@@ -39,7 +38,7 @@ from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsH
 from planner.capture.provenance import places_of, short_path
 from planner.capture.recurrent import keep_recurrent
 from planner.capture.state_restore import put_back, random_states_kept
-from planner.capture.target_device import Elsewhere, meant
+from planner.capture.target_device import TargetDevice, meant
 from planner.capture.torch_internals import (
     GUARDS_PARAMETERS,
     Compiler,
@@ -225,7 +224,7 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quiet, typed = nothing_beside(), types_as_kernels_take()
+        quiet, typed = nothing_beside(), kernel_types()
         with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, drawing(), deciding, typed, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
@@ -369,7 +368,7 @@ class Backend:
     nothing requires gradients."""
     make_program: MakeProgram | None = None
     """Makes what runs at some sizes of a program with symbolic ones; by default what ``partition`` gives for them."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: TargetDevice | None = None
     """The device that the step is for, where that is not here."""
     assume: bool = True
     """Whether a mask may be left out for inputs that hold the same values as those at hand; other values then end in
@@ -433,7 +432,7 @@ class Backend:
             return forward, backward
 
         # Inductor compiles what tracing makes.
-        with as_eager_runs(self.elsewhere) if self.compiler is aot_backend else nullcontext():
+        with eager_results(self.elsewhere) if self.compiler is aot_backend else nullcontext():
             if programs is None:
                 halves = [runs.forward, runs.backward] if runs is not None else []
                 run: Callable[..., Any] = self.compiler(partition, *halves)(narrowed, example_inputs)

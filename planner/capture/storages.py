@@ -24,8 +24,7 @@ from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.call_nodes import CallNodes
-from planner.capture.kernel_dtypes import refuse_types
-from planner.capture.kernel_layouts import as_kernel_gives
+from planner.capture.fake_kernels import kernel_result
 from planner.capture.target_device import meant
 from planner.capture.torch_internals import (
     OpOverload,
@@ -318,8 +317,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down."""
-        refuse_types(function, args, kwargs)
-        result = as_kernel_gives(function, args, kwargs, self.run(function, args, kwargs))
+        result = kernel_result(function, args, kwargs, lambda: self.run(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result
 

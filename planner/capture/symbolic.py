@@ -22,7 +22,6 @@ from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.fake_internals import guards_on_sizes, python_code
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
-from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.torch_internals import outside_autocast
 from planner.common import timings
 from planner.errors import PlannerError
@@ -111,7 +110,7 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
     """
     numbers = bound(joint, given)
     # Gradients and casts are operations of the program already.
-    with fake_mode_of(joint.graph), torch.no_grad(), outside_autocast(), as_eager_runs(joint.elsewhere):
+    with fake_mode_of(joint.graph), torch.no_grad(), outside_autocast(), eager_results(joint.elsewhere):
         try:
             graph = _AtSizes(joint, given, numbers).run()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -34,7 +34,7 @@ from planner.capture.model_facts import module_facts, of_model, outside_bytes, u
 from planner.capture.parallel_events import Gradients
 from planner.capture.programs import DeferredBackward
 from planner.capture.provenance import kinds_of
-from planner.capture.target_device import Elsewhere
+from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
 from planner.common.options import (
@@ -265,10 +265,10 @@ def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
     return capture(model, inputs, implementation=implementation, elsewhere=elsewhere, choose_outputs=choose_outputs)
 
 
-def elsewhere_for(model: nn.Module, options: Options) -> Elsewhere | None:
+def elsewhere_for(model: nn.Module, options: Options) -> TargetDevice | None:
     """Return the GPU that a step is captured for, where that is not here to choose its kernels itself."""
     spec = device_spec(model, options.target.device)
-    return Elsewhere(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
+    return TargetDevice(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
 
 
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:

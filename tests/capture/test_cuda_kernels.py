@@ -17,7 +17,7 @@ from planner.capture import cuda_attention
 from planner.capture.cuda_attention import choose
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.capture.target_device import Elsewhere, takes_cudnn
+from planner.capture.target_device import TargetDevice, takes_cudnn
 from planner.common.options import Target
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
@@ -143,7 +143,7 @@ class Attention(nn.Module):
 def captured(device: str, *, length: int = LENGTH, **options: Any) -> Any:
     model = Attention(**options)
     x = torch.randn(BATCH, length, HEADS * SIZE, dtype=options.get("dtype", torch.bfloat16))
-    return capture(model, Inputs.of(x), elsewhere=Elsewhere(cost_models.device(device)))
+    return capture(model, Inputs.of(x), elsewhere=TargetDevice(cost_models.device(device)))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_norms_are_those_of_that_gpu(runtime: str) -> None:
 
 def test_statistics_of_norms_have_32_bits_there() -> None:
     model, x = nn.LayerNorm(16).bfloat16(), torch.randn(4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    for elsewhere, dtype in ((None, torch.bfloat16), (Elsewhere(cost_models.device("h100")), torch.float32)):
+    for elsewhere, dtype in ((None, torch.bfloat16), (TargetDevice(cost_models.device("h100")), torch.float32)):
         (node,) = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.find_nodes(
             op="call_function", target=torch.ops.aten.native_layer_norm.default
         )
@@ -338,7 +338,7 @@ def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again()
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers_for_a_gpu_are_one_operator_of_cudnn(kind: str) -> None:
     model, x = getattr(nn, kind)(8, 8, num_layers=3, dropout=0.5, bidirectional=True), torch.randn(5, 4, 8)
-    for elsewhere in (None, Elsewhere(cost_models.device("h100"))):
+    for elsewhere in (None, TargetDevice(cost_models.device("h100"))):
         nodes = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.nodes
         targets = Counter(str(node.target) for node in nodes if node.op == "call_function")
         count = 0 if elsewhere is None else 1

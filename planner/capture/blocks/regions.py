@@ -30,7 +30,7 @@ from planner.capture.planned_call import forwards, parts_as_written
 from planner.capture.provenance import kinds_of
 from planner.capture.state_restore import RandomStates, put_back, written_back
 from planner.capture.storages import Run, StepRecorder
-from planner.capture.target_device import Elsewhere, as_it_runs
+from planner.capture.target_device import TargetDevice, calls_of
 from planner.capture.torch_internals import (
     CHECKPOINT,
     Compiler,
@@ -185,7 +185,7 @@ class Step:
     """One step of a model, which is left as it was: on fake tensors, or a real one, where data decide what runs."""
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, elsewhere: Elsewhere | None = None, *, real: bool = False
+        self, model: nn.Module, inputs: Inputs, elsewhere: TargetDevice | None = None, *, real: bool = False
     ) -> None:
         self.model = model
         self.elsewhere = elsewhere
@@ -416,7 +416,7 @@ class Step:
     @contextmanager
     def _without_data(self) -> Iterator[None]:
         in_their_place = other_state(self.model, self.state)
-        with as_with_data(self.masking), as_it_runs(self.elsewhere), self.mode, in_their_place:
+        with as_with_data(self.masking), calls_of(self.elsewhere), self.mode, in_their_place:
             yield
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import Gradients, UnitCalls
 from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
 from planner.capture.state_restore import forget, put_back, written_back
-from planner.capture.target_device import Elsewhere, as_it_runs
+from planner.capture.target_device import TargetDevice, calls_of
 from planner.capture.torch_internals import FakeTensor, call_implementation, installed_call, other_state
 from planner.capture.trees import tensors_in
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError
@@ -36,7 +36,7 @@ def record(
     *,
     loss: LossMemory | None = None,
     gradients: Gradients | None = None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: TargetDevice | None = None,
     may_run: bool = True,
 ) -> Trace:
     """Record one training step: without data where the program allows that, else for real if it may run.
@@ -66,7 +66,7 @@ class _Recording:
     inputs: Inputs
     loss: LossMemory | None
     gradients: Gradients
-    elsewhere: Elsewhere | None
+    elsewhere: TargetDevice | None
 
     def trace(self, *, may_run: bool) -> Trace:
         """Record without data where the program allows that, else for real if it may run."""
@@ -125,7 +125,7 @@ class _Recording:
                 inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
                 recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
                 state = {name: twins[id(tensor)] for name, tensor in state.items()}
-                with as_with_data(masking), as_it_runs(self.elsewhere), mode, other_state(model, state):
+                with as_with_data(masking), calls_of(self.elsewhere), mode, other_state(model, state):
                     self._step(recorder, state, inputs)
         recorder.trace.is_real = real
         return recorder
