@@ -64,7 +64,7 @@ from planner.ir.policy import Policy
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
-from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step, with_writing_over
+from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.measure.devices import device_spec
 from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.resident import Blocks, static_memory
@@ -279,9 +279,6 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     # Inductor writes kernels, and in place by itself.
     is_compiled = step.lowered.is_compiled
     in_place = in_kernels(step.lowered) if is_compiled else joined(step.lowered.graph, step.may_overwrite, costs)
-    if options.target.profile is None:
-        with outside_tracing():
-            costs = with_writing_over(model, step.lowered, in_place.over, costing, step.spec)
     joined_costs = in_place.costs(costs)
     if is_compiled:
         joined_costs = results_over_inputs(step.lowered, in_place, joined_costs)
