@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.call_nodes import CallNodes
 from planner.capture.fake_kernels import kernel_result
+from planner.capture.operands import CallNodes
 from planner.capture.target_device import meant
 from planner.capture.torch_internals import (
     OpOverload,

@@ -66,8 +66,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.call_internals import recompile_directly
-from planner.capture.dispatch_internals import below_autograd
+from planner.capture.planned_graph_internals import below_autograd, recompile_directly
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.

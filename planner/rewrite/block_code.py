@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.call_nodes import CallNodes
 from planner.capture.inductor_internals import Draft
 from planner.capture.joint import tensors_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
+from planner.capture.operands import CallNodes
 from planner.capture.torch_internals import FakeTensor, storage_id
 from planner.capture.trees import tensors_in
 from planner.ir.graph import Operation, OperationCost, Phase, Value

@@ -31,7 +31,6 @@ from planner.capture.torch_internals import (
 from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
-from planner.rewrite.layouts import OF_ANY_LAYOUT
 
 aten = torch.ops.aten
 
@@ -52,6 +51,22 @@ class Draws(NamedTuple):
 EAGER = Draws(run_and_save_rng_state, run_with_rng_state)
 CAPTURED = Draws(run_and_save, run_again)
 """For graphs that may be captured into CUDA graphs."""
+
+
+def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) -> Any:
+    """Compute GroupNorm's backward of a gradient of any layout: CPU kernels up to torch 2.13 do not look at it.
+
+    In eager, derivatives copy such a gradient first. In a captured step tracing settled whether to, by the layouts that
+    it saw; where a step's own differ all the same, the copy is made here.
+    """
+    layouts = zip(x.shape, gradient.stride(), x.stride(), strict=True)
+    if any(size > 1 and own != wanted for size, own, wanted in layouts):
+        gradient = torch.empty_like(x).copy_(gradient)
+    return aten.native_group_norm_backward.default(gradient, x, *others)
+
+
+_OF_ANY_LAYOUT: dict[Any, Any] = {aten.native_group_norm_backward.default: _group_norm_backward}
+"""What is called in place of an operator."""
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
@@ -372,7 +387,7 @@ class _Emitter:
         else:
             new = self.graph.node_copy(node, self.resolve)
             called = self.lowered.called(node)
-            new.target = OF_ANY_LAYOUT.get(called, called)
+            new.target = _OF_ANY_LAYOUT.get(called, called)
         self._adopt(index, node, new, again)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:

@@ -42,10 +42,10 @@ from planner.capture.cuda_graph_internals import (
     run_again,
     stream_on,
 )
-from planner.capture.dispatch_internals import written_and_shown
 from planner.capture.joint import is_random
 from planner.capture.model_facts import has_several_ranks, is_sharded
 from planner.capture.operands import is_opaque
+from planner.capture.planned_graph_internals import written_and_shown
 from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
 from planner.capture.torch_internals import boxed, entered
 from planner.errors import RuntimeUnsupportedError

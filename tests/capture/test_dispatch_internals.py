@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import planner
-from planner.capture.dispatch_internals import below_autograd
+from planner.capture.planned_graph_internals import below_autograd
 from planner.capture.torch_internals import boxed
 
 aten = torch.ops.aten

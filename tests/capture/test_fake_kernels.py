@@ -16,7 +16,7 @@ from planner.capture.joint import tensors_of
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
 from planner.ir.static_memory import LossMemory
-from planner.rewrite.layouts import group_norm_backward
+from planner.rewrite.graphs import _group_norm_backward as group_norm_backward
 from tests.runtimes.steps import wrap_and_hold_under_autocast
 
 

@@ -16,9 +16,8 @@ LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.capture_speedups",
-    "planner.capture.call_internals",
     "planner.capture.cuda_graph_internals",
-    "planner.capture.dispatch_internals",
+    "planner.capture.planned_graph_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
@@ -51,7 +50,7 @@ ONLY_IN = {
     "highspy": ("planner.solving.milp",),
     "networkx": (
         "planner.transforms.chunk_region",
-        "planner.capture.dispatch_internals",
+        "planner.capture.planned_graph_internals",
     ),
     "rich": (
         "planner.report",
