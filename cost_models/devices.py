@@ -1,4 +1,4 @@
-"""Devices as numbers: what they hold, how fast they move and multiply.
+"""Figures of devices: memory, bandwidth and peak FLOP/s.
 
 Peak figures are the vendor's published ones, dense (no sparsity), matrix units included where
 PyTorch uses them: float32 is the plain float32 rate, ``"tf32"`` the one that

@@ -1,4 +1,4 @@
-"""What autograd does with gradients: which sums it makes in place, and which it copies at the end.
+"""Model how autograd accumulates gradients: sums made in place, and gradients copied at the end.
 
 Where a value is used several times, autograd's engine adds the gradients that come from its uses. It adds into the
 first where nobody else holds that (``can_accumulate_inplace`` of torch's ``input_buffer.cpp``), and never while a

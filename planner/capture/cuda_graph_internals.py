@@ -1,4 +1,4 @@
-"""Kernels that are captured once and launched by one call: private torch APIs around CUDA graphs.
+"""Capture kernels into CUDA graphs and replay them: private torch APIs around CUDA graphs.
 
 ``tests/cuda/test_cuda_graphs.py`` tries them. A graph reads and writes where it did when it was captured. Its memory is
 that of a pool, which lives as long as one of its graphs, and from which nothing else is allocated.

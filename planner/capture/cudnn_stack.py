@@ -1,4 +1,4 @@
-"""Stacks of recurrent layers on CUDA: cuDNN runs all layers, and dropout between them, as one operation.
+"""Run stacks of recurrent layers on CUDA as one cuDNN operation, dropout between layers included.
 
 Torch's operator says of fake tensors that nothing is kept for the backward, writes into what is kept while it
 differentiates, and draws dropout from a state of cuDNN's own, which it seeds from the device's generator. So a captured

@@ -1,4 +1,4 @@
-"""Recurrent layers as eager runs them: dropout between them, and oneDNN's LSTM on a CPU.
+"""Keep recurrent layers as eager runs them: dropout between layers, and oneDNN's LSTM on a CPU.
 
 Torch's decompositions, through which a traced program goes, lack both: a stack of layers comes out
 without its dropout, and every LSTM is unrolled over time. So in a captured program each call of a

@@ -1,4 +1,4 @@
-"""What a GPU that is not here runs, traced on a CPU.
+"""Trace on a CPU the operators that a GPU would run that is planned for and not here.
 
 Torch chooses kernels by device before anything can be traced: attention, BatchNorm by cuDNN, RMSNorm as one operator
 (types of norms are in :mod:`planner.capture.fake_kernels`). A step that is captured on a CPU for a GPU has

@@ -1,4 +1,4 @@
-"""What the forward does, seen by running it on tensors without data: above all, its own checkpointing.
+"""Observe a forward on fake tensors: above all, the calls of ``torch.utils.checkpoint`` in it.
 
 However ``torch.utils.checkpoint.checkpoint`` is reached (by a wrapper, a switch of Hugging Face's, or a name that was
 imported long ago), the interpreter calls its code object, and says so to a profile function.

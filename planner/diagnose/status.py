@@ -1,4 +1,4 @@
-"""How training steps that really run compare with what their plan promises."""
+"""Compare real training steps with what their plan promises."""
 
 from __future__ import annotations
 

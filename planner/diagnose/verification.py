@@ -1,4 +1,4 @@
-"""Real steps with and without a plan: what they hold, how long they take, and whether a bit differs."""
+"""Verify a plan on real steps: peak, time, and gradients bit for bit, with and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a device of this machine really is: a few kernels, timed, in place of a data sheet."""
+"""Measure the rates of a device of this machine with a few timed kernels, in place of a data sheet."""
 
 from __future__ import annotations
 

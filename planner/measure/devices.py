@@ -1,4 +1,4 @@
-"""The device that a model is on, and what is known of it."""
+"""Find the device that a model is on, and its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations cost in code that Inductor writes: what becomes one kernel goes to memory where that begins and ends.
+"""Cost of operations in kernels that Inductor fuses: memory traffic only where a fused kernel begins and ends.
 
 An operation that Inductor writes itself is computed in the kernel of its neighbours, as far as the next library call.
 Its price is its arithmetic, what it reads that was there before that kernel, and what it makes that is read after it,

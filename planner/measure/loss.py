@@ -1,4 +1,4 @@
-"""What a loss outside the captured graph needs, found on fake tensors, and of its kernels by trying them."""
+"""Memory of a loss outside the captured graph: saved activations and peak, followed on fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step finds on the device: the optimizer's state, buffers for other ranks, a reserve."""
+"""Memory resident during a training step: parameters, gradients, optimizer state, communication buffers, a reserve."""
 
 from __future__ import annotations
 

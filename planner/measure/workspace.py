@@ -1,4 +1,4 @@
-"""What kernels allocate beyond their outputs, seen by running each distinct one once.
+"""Measure the workspace of kernels, allocated beyond their outputs, by running each distinct one once.
 
 This is the one thing that a graph does not show: a convolution packs its weights, dropout on a CPU
 draws integers before it has a mask. Without it ResNet-50's peak comes out 1% too low.

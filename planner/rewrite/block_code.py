@@ -1,4 +1,4 @@
-"""What the code that Inductor drafts for a block holds, as operations that stand for the code in a step.
+"""Replace a block's operations by the memory that Inductor's code for it holds, as operations of the step.
 
 The code runs on fake tensors, and what it makes is added up. When what it is given is freed, the step alone knows:
 others may hold it too. So a backward becomes one operation for each stretch of its code in which the same of what it

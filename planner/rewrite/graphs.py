@@ -1,4 +1,4 @@
-"""Turn a schedule into the forward and the backward fx graph that carry it out.
+"""Write the forward and backward fx graphs that carry out a schedule.
 
 Nodes are emitted in the schedule's order. A view is made again from the current copy of its
 storage where it is first read, so it never holds a copy longer than the simulator says. What

@@ -1,4 +1,4 @@
-"""What the code that Inductor drafts for a step allocates: it is run on fake tensors, line by line."""
+"""Predict the peak of Inductor's code by running its draft on fake tensors."""
 
 from __future__ import annotations
 
