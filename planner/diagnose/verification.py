@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -194,7 +193,10 @@ def compare(
     gradient counts as no shorter than a hundredth of all gradients together: one that cancels out is nothing but
     rounding. 0 compares bits.
     """
-    close = partial(_close, tolerance=tolerance, in_roundings=in_roundings)
+
+    def close(own: torch.Tensor, other: torch.Tensor, shortest: float = 0.0) -> bool:
+        return _apart(own, other, shortest, in_roundings=in_roundings) <= tolerance
+
     shortest = _shortest(expected)
     lines = []
     if len(expected.loss) != len(actual.loss) or not all(map(close, expected.loss, actual.loss)):
@@ -204,7 +206,7 @@ def compare(
         if gradient is None or other is None:
             if gradient is not other:
                 lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
-        elif not close(gradient, other, shortest=shortest):
+        elif not close(gradient, other, shortest):
             furthest = (gradient.to_dense() - other.to_dense()).abs().max().item()
             lines.append(f"gradient of {name} differs by up to {furthest:.3g}")
     lines += [
@@ -223,8 +225,7 @@ def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = T
         other = actual.gradients[name]
         if gradient is not None and other is not None:
             pairs.append((gradient, other, shortest))
-    different = ((a, b, least) for a, b, least in pairs if not bitwise_equal(a, b))
-    return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in different), default=0.0)
+    return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in pairs), default=0.0)
 
 
 def _shortest(expected: StepResult) -> float:
@@ -235,23 +236,14 @@ def _shortest(expected: StepResult) -> float:
 
 def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool) -> float:
     """Return the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
+    if bitwise_equal(expected, actual):
+        return 0.0
+    if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
+        return math.inf
     roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps if in_roundings else 1.0
     length = max(expected.to_dense().double().norm().item(), shortest)
     apart = (expected.to_dense().double() - actual.to_dense().double()).norm().item()
-    if not apart:
-        return 0.0
-    return apart / (roundings * length) if length else math.inf
-
-
-def _close(
-    expected: torch.Tensor, actual: torch.Tensor, *, tolerance: float, shortest: float = 0.0, in_roundings: bool
-) -> bool:
-    """Whether two tensors are equal to the last bit, or as near as the tolerance says."""
-    if bitwise_equal(expected, actual):
-        return True
-    if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
-        return False
-    return _apart(expected, actual, shortest, in_roundings=in_roundings) <= tolerance
+    return 0.0 if not apart else apart / (roundings * length) if length else math.inf
 
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
