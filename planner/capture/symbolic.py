@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.fake_internals import guards_on_sizes, python_code
+from planner.capture.fake_kernels import eager_results
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.torch_internals import outside_autocast
 from planner.common import timings
