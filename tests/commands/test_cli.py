@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import cli
 import cost_models
@@ -80,7 +81,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     monkeypatch.setattr(planner, "api", fake, raising=False)
 
     def load(args: argparse.Namespace, *, real: bool) -> types.SimpleNamespace:
-        return types.SimpleNamespace(name=args.name, model=None, example_args=(), example_kwargs={}, loss_fn=None)
+        return types.SimpleNamespace(name=args.name, model=None, example_args=(torch.zeros(1),), example_kwargs={}, loss_fn=None)
 
     monkeypatch.setattr(_asked, "load", load)
     return fake
