@@ -6,9 +6,9 @@ import argparse
 from functools import partial
 
 from planner.commands import _asked
-from planner.commands._options import SIZE, AboutModel, solving_options
+from planner.commands._options import SIZE, AboutModel, add, solving_options
 from planner.commands._terminal import hand_out
-from planner.common.options import Search, Target, Training
+from planner.common.options import Runtime, Search, Target, Training
 
 
 class _Audit(AboutModel):
@@ -28,13 +28,8 @@ class _Audit(AboutModel):
             help="what is done now: none, every-layer, every-2, sqrt, another strategy, or the file of a plan",
         )
         group.add_argument("--budget", **SIZE, help="also the best within what the device may hold: 8GiB, 60%%")
-        group = solving_options(parser, limits="for each search")
-        group.add_argument(
-            "--runtime",
-            choices=("auto", "graph", "modules"),
-            default="auto",
-            help="choices of modules in place of whole graphs; auto is a plan's own",
-        )
+        planning, _ = solving_options(parser, limits="for each search")
+        add(planning, Runtime, "runtime", runtime={"choices": ("auto", "graph", "modules")})
 
     def run(self, args: argparse.Namespace) -> int:
         from planner.analysis.audit import read_current

@@ -19,7 +19,7 @@ class _Strategies(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(runtime="graph")  # what is set beside each other is of whole graphs
-        group = solving_options(parser, 20.0, "for all plans")
+        _, group = solving_options(parser, 20.0, "for all plans")
         group.add_argument("--only", **NAMES, help="these strategies: every-3,megatron-block-8; default all")
 
     def run(self, args: argparse.Namespace) -> int:

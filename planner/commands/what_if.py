@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
 from planner.commands import _asked
-from planner.commands._interrupts import INTERRUPTED, Interrupts
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
-from planner.commands._terminal import hand_out, quiet, reporting
-from planner.common.options import Offload, Search, Target, Training, picked
+from planner.commands._terminal import INTERRUPTED, Interrupts, hand_out, quiet, reporting
+from planner.common.options import Offload, Runtime, Search, Target, Training, picked
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
@@ -76,10 +75,9 @@ class _WhatIf(AboutModel):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
         axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
-        group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a size or a device has a fifth of that")
-        add(parser.add_argument_group("offload to the host's memory (advanced)"), Offload)
-        how = parser.add_argument_group("how plans are carried out (advanced)")
-        how.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
+        planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
+        add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
+        add(planning, Offload)
         group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
         group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
         group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")

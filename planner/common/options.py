@@ -73,7 +73,7 @@ class _Group:
 
 def _option(default: Any, **metadata: Any) -> Any:
     """Return a field; the command line reads ``flat``, ``flag``, ``metavar``, ``choices`` and ``rare``."""
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"is_option": True, **metadata})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -83,11 +83,11 @@ class Budget(_Group):
     Parameters
     ----------
     size : int, float or str, optional
-        All the device may hold: bytes, 8GiB, 8GB, or 60% of the eager step's peak.
+        All the device may hold: 8GiB, 8GB, 60% of eager's. Bytes are given as a number.
     activations : int, float or str, optional
-        What the step may add to what is resident before it, in place of the size.
+        What the step may add to what is resident. In place of the size.
     strategy : str, optional
-        Do what an established system does (every-2), at its own peak or within a size.
+        Do what an established system does (every-2). At its own peak, or within a size.
     plan : Plan, optional
         A plan made before, to be applied; the budget is the plan's unless a size is given.
     replan : bool
@@ -99,8 +99,8 @@ class Budget(_Group):
     size: Size | None = _option(None, flat="budget")
     _: KW_ONLY
     activations: Size | None = _option(None, flat="activation_budget")
-    strategy: str | None = _option(None)
-    plan: Plan | None = _option(None)
+    strategy: str | None = _option(None, metavar="NAME")
+    plan: Plan | None = None
     replan: bool = False
     at_least_bytes: int = 0
 
@@ -161,11 +161,11 @@ class Search(_Group, SolveLimits):
     solver : str
         Name of a solver of whole graphs; auto picks.
     time_limit_seconds : float
-        Roughly when the solver stops improving.
+        Seconds until the solver stops improving.
     deterministic : bool
-        Count work instead of seconds, so that the same step gives the same plan every time.
+        Count work, not seconds: the same plan every time.
     seed : int
-        Of whatever draws random numbers in a solver.
+        Of random choices in a solver.
     compare : bool
         Find what reports show beside the plan: usual ways of checkpointing, and the smallest feasible peak.
     progress : callable, optional
@@ -176,9 +176,9 @@ class Search(_Group, SolveLimits):
 
     solver: str = _option("auto", metavar="NAME")
     _: KW_ONLY
-    time_limit_seconds: float = _option(10.0, flag="--time-limit", metavar="S")
+    time_limit_seconds: float = _option(10.0, flag="--time-limit")
     deterministic: bool = _option(False)
-    seed: int = _option(0, metavar="N", rare=True)
+    seed: int = _option(0, rare=True)
     compare: bool = True
     progress: Progress | None = None
 
@@ -201,11 +201,11 @@ class Offload(_Group):
     enabled : bool
         Let values wait in the host's memory too.
     host_budget : int, float or str, optional
-        What they may take of it: 64GiB, 60%; by default half of this machine's.
+        What they may take of it: 64GiB, 60%. By default half of this machine's.
     at_least : int, float or str
-        Smaller values stay on the device; by default 1MiB.
+        Smaller values stay on the device. By default 1MiB.
     lossy : bool
-        Values of float32 wait rounded to bfloat16: gradients are then not bit-equal.
+        Round float32 to bfloat16 there: not bit-equal.
     """
 
     enabled: bool = _option(True, flat="offload")
@@ -226,11 +226,12 @@ class Target(_Group):
     Parameters
     ----------
     device : str, optional
-        Accelerator to plan for: a name (h100), or a device file; by default the model's.
+        Accelerator to plan for: h100, or a device file. By default the model's device.
     cost_model : str
-        roofline (data sheet), measured (runs each different operation here), or auto (measures for a moment).
+        roofline, measured, or auto. The data sheet of the device; every different operation is run here; or measured
+        for a moment if model and device are here.
     profile : Profile, optional
-        Costs that were recorded before, here or on another machine.
+        Costs that 'profile' recorded, here or elsewhere.
     """
 
     device: str | None = _option(None, metavar="NAME")
@@ -265,15 +266,15 @@ class Training(_Group):
     Parameters
     ----------
     optimizer : str
-        adamw, momentum, adafactor, adam8bit, ...: its state is resident, and its own step must fit.
+        Its state is resident (adamw, adafactor, ...). Its own step must fit, too.
     master_weights : bool
-        Parameters of 16 bits are updated through float32 copies.
+        16-bit parameters have float32 copies.
     gradient_accumulation : bool
-        Gradients of earlier backwards are resident when the step begins.
+        Gradients of earlier backwards are resident.
     reserve : int, float or str
-        What stays free for the allocator and for others: 1GiB, 5% of the device.
+        What stays free: 1GiB, or 5% of the device.
     data_parallel : str
-        Plan ahead for ddp (each rank holds all) or fsdp2 (fully_shard on each block).
+        Plan ahead for ddp or fsdp2. Each rank holds all, or ``fully_shard`` is called on each block.
     ranks : int
         Devices that train together.
 
@@ -289,7 +290,7 @@ class Training(_Group):
     gradient_accumulation: bool = _option(False, flag="--accumulate")
     reserve: Size = _option(0)
     data_parallel: str = _option("none", choices=PARALLEL, rare=True)
-    ranks: int = _option(1, metavar="N", rare=True)
+    ranks: int = _option(1, rare=True)
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
@@ -352,11 +353,13 @@ class Runtime(_Group):
     Parameters
     ----------
     name : str
-        What runs the plan: auto, graph, modules, inductor, ...; each can carry out other plans.
+        What runs the plan (auto, graph, modules, ...). Each can carry out other plans.
     chunk : int or str
-        Compute what makes the peak in N chunks; auto tries several; default off. Changes the last digits.
+        Compute what makes the peak in N chunks. ``"auto"`` tries several, if that makes a plan feasible or cheaper;
+        ``"off"`` none. Chunks change the last digits of loss and gradients, and need whole graphs.
     cuda_graphs : bool
-        Forward and backward run as CUDA graphs, which hold their memory between steps.
+        Run as CUDA graphs, which hold their memory. Copies of inputs, outputs and gradients count, and workspaces of
+        the stream of the captures.
     maximum_shapes : int
         How many sets of input sizes may have graphs; the next one is refused.
     """

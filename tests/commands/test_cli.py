@@ -26,10 +26,10 @@ import planner
 from planner.commands import _asked
 from planner.common import cache_folder
 from planner.errors import CaptureError
+from planner.plans import planning
 from planner.plans.plan import Plan, Verification
 from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
-from tests.planned import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 GRAPH, COSTS = transformer(4)
@@ -66,9 +66,8 @@ class FakeApi(types.ModuleType):
         self.asked = options
         if self.fails:
             raise self.fails
-        options["progress"]("capturing [bold]")
-        names = ("budget", "activation_budget", "solver", "time_limit_seconds")
-        return make_plan(GRAPH, COSTS, **{name: options[name] for name in names})
+        options["search"].tell("capturing [bold]")
+        return planning.make_plan(planning.make_problem(GRAPH, COSTS, options["budget"]), options["search"])
 
     def verify(self, model: object, example_inputs: object, plan: Plan, **options: Any) -> Verification:
         return self.measured
@@ -81,7 +80,9 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     monkeypatch.setattr(planner, "api", fake, raising=False)
 
     def load(args: argparse.Namespace, *, real: bool) -> types.SimpleNamespace:
-        return types.SimpleNamespace(name=args.name, model=None, example_args=(torch.zeros(1),), example_kwargs={}, loss_fn=None)
+        return types.SimpleNamespace(
+            name=args.name, model=None, example_args=(torch.zeros(1),), example_kwargs={}, loss_fn=None
+        )
 
     monkeypatch.setattr(_asked, "load", load)
     return fake
@@ -105,7 +106,8 @@ def test_a_plan_that_fits(run: Any, api: FakeApi) -> None:
     assert found.code == 0 and found.err == ""
     assert VERDICT.fullmatch(found.out.splitlines()[0])
     assert "\x1b" not in found.out
-    assert (api.asked["time_limit_seconds"], api.asked["optimizer"], api.asked["device"]) == (7.0, "adam", "a100-80")
+    search, training, target = (api.asked[group] for group in ("search", "training", "target"))
+    assert (search.time_limit_seconds, training.optimizer, target.device) == (7.0, "adam", "a100-80")
 
 
 def test_activation_budget(run: Any) -> None:
