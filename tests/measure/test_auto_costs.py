@@ -16,7 +16,7 @@ from torch import fx
 import planner
 from cost_models.measured import Measurement
 from planner.capture import fake_mode
-from planner.commands.cache import COMMAND as CACHE
+from planner.commands import commands
 from planner.common import cache_folder
 from planner.common.options import grouped
 from planner.measure import costing, devices, profiling, timing_cache, workspace
@@ -167,7 +167,8 @@ def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixt
     timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
     assert json.loads(next(folder.glob("*.json")).read_text())["place"] == "here"
     for clear in (False, True, False):
-        CACHE.run(argparse.Namespace(clear=clear))
+        (cache,) = (command for command in commands() if command.name == "cache")
+        cache.run(argparse.Namespace(clear=clear))
     shown, removed, empty = capsys.readouterr().out.splitlines()
     assert "of measured times, kept in" in shown and "removed from" in removed and "and 0 B of measured" in empty
 
@@ -196,6 +197,6 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
 
 
 def test_a_curve_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    ask = {"points": 2, "deterministic": True, "time_limit_seconds": 1.0}
+    ask = {"budgets": 2, "deterministic": True, "time_limit_seconds": 1.0}
     assert planner.what_if(Stack(), torch.randn(64, WIDTH), **grouped(**ask)).cost_model == "roofline"
     assert study(deterministic=True).origin.cost_model == "roofline"

@@ -235,7 +235,7 @@ def test_a_study_offloads_as_a_plan_does() -> None:
 
 def test_a_curve_of_choices_of_modules() -> None:
     """Every point is a choice of modules, which arbitrary schedules of the eager step are not."""
-    told: Any = {"runtime": "modules", "points": 4, "time_limit_seconds": 4.0}
+    told: Any = {"runtime": "modules", "budgets": 4, "time_limit_seconds": 4.0}
     alone = planner.what_if(Stack(), rows(), **grouped(**told))
     step = planner.study(Stack(), rows(), runtime="modules")
     for point in alone.points[:-1]:

@@ -1,4 +1,4 @@
-"""``completion``: what a shell reads to complete commands, options, names and files."""
+"""``models`` and ``completion``: names that can be typed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,27 @@ from planner.commands._options import Alone
 from planner.common.program import NAME
 from planner.errors import UsageError
 
+
+class _Models(Alone):
+    name = "models"
+    summary = "list the models that can be named"
+    examples = ("models",)
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        pass
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner import zoo
+
+        width = max(map(len, zoo.names()))
+        for name in zoo.names():
+            print(f"{name:{width}}  {zoo.describe(name)}")
+        return 0
+
+
 _FILES = ("FILE", "PLAN")
+
+
 """How the metavar of what names a file begins."""
 
 
@@ -69,4 +89,4 @@ def _known() -> dict[str, Sequence[str]]:
     }
 
 
-COMMAND = _Completion()
+COMMAND = (_Models(), _Completion())
