@@ -86,27 +86,22 @@ def verify(
         ways: dict[str, Callable[..., Any]] = {"planned": planned, "baseline": baseline}
         if plan.eager is not None:
             ways["eager"] = call_implementation(model)
-        rounds = []
-        for number in range(timed_steps):
-            order = reversed(ways) if number % 2 else iter(ways)  # none always goes first
-            rounds.append({name: step.seconds(ways[name]) for name in order})
+        rounds = [step.round(ways, backwards=bool(number % 2)) for number in range(timed_steps)]
     eager = None
     if plan.eager is not None:
-        eager = MeasuredEager(
-            peak_bytes=eager_peak_bytes + plan.total_static_bytes,
-            overhead=_overhead(rounds, "eager"),
-            equal=not compare(as_eager, actual),
-        )
+        peak = eager_peak_bytes + plan.total_static_bytes
+        equal = not compare(as_eager, actual)
+        eager = MeasuredEager(peak_bytes=peak, overhead=_overhead(rounds, "eager"), equal=equal)
     kinds = {line.split(" ", 1)[0] for line in compare(expected, actual)}
     lossy = plan.offloading is not None and plan.offloading.rounded > 0
     tolerance = ROUNDED if lossy else max(chosen.tolerance, NOISE * (control or 0.0))
-    differences = compare(expected, actual, tolerance=tolerance, in_roundings=not lossy)
     in_chunks = expected if lossy else actual
+    differences = compare(expected, actual, tolerance=tolerance, in_roundings=not lossy)
     if one_piece is not None:
         far = compare(one_piece, in_chunks, tolerance=TOLERANCE)
         differences += [f"{line}, held against the step in one piece" for line in far]
-    draws_eagers_numbers = not chosen.tolerance or as_eager.random_states == in_chunks.random_states
-    if draws_eagers_numbers:  # compiled code may draw others; what it computes of them cannot be compared
+    if not chosen.tolerance or as_eager.random_states == in_chunks.random_states:
+        # Compiled code may draw other random numbers; what it computes of them cannot be compared.
         far = compare(as_eager, in_chunks, tolerance=ROUNDED, in_roundings=False)
         differences += [f"{line}, held against the eager step" for line in far]
     resident_bytes = plan.total_static_bytes
@@ -155,6 +150,11 @@ class _Step:
         outputs = self.model(*self.inputs.args, **self.inputs.kwargs)
         run_backward(outputs, self.loss_fn)
         return outputs
+
+    def round(self, ways: Mapping[str, Callable[..., Any]], *, backwards: bool) -> dict[str, float]:
+        """Return the seconds of one step each way; in which order, so that none always goes first."""
+        order = reversed(list(ways)) if backwards else ways
+        return {name: self.seconds(ways[name]) for name in order}
 
     def measured(self, running: Callable[..., Any], start: _ModelState) -> tuple[int, StepResult]:
         """Return what the second step allocates, and leaves behind; the first captures, plans and compiles."""

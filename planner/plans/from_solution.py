@@ -59,13 +59,9 @@ def plan_from_solution(
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            ends = smallest_budgets(captured, problem, schedule, limits or SolveLimits(), static_memory)
-            lowest_bytes, proven_bytes = ends
-            beside = {
-                "baselines": tuple(baseline_rows(captured.without_policy(), problem.without_policy(), solution)),
-                "details": step_details(captured, problem, schedule, evaluation),
-                "values": value_table(problem, schedule) if problem.regions is None else None,
-            }
+            limits = limits or SolveLimits()
+            lowest_bytes, proven_bytes = smallest_budgets(captured, problem, schedule, limits, static_memory)
+            beside = _compared(captured, problem, solution, evaluation)
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
@@ -111,6 +107,15 @@ def plan_from_solution(
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def _compared(captured: Problem, problem: Problem, solution: Solution, evaluation: Evaluation) -> dict[str, Any]:
+    """Return what a report shows beside a plan, by field."""
+    return {
+        "baselines": tuple(baseline_rows(captured.without_policy(), problem.without_policy(), solution)),
+        "details": step_details(captured, problem, solution.schedule, evaluation),
+        "values": value_table(problem, solution.schedule) if problem.regions is None else None,
+    }
 
 
 def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, limits: SolveLimits) -> Plan:

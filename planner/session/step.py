@@ -24,6 +24,7 @@ from cost_models.roofline import RooflineCosts
 from planner.analysis import eager_baseline
 from planner.analysis.eager_baseline import Costed, eager_step
 from planner.analysis.study import Study
+from planner.capture.autograd_accumulation import sum_in_place
 from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
@@ -71,7 +72,6 @@ from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
 from planner.transforms import rounding
-from planner.transforms.inplace_grad_accumulation import sum_in_place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ class SizeSearch:
     study_at: Callable[[int], Study]
     axis_so_far: SizeAxis
     search: Search
-    offload: Offload = field(default_factory=Offload)
+    offload: Offload = field(default_factory=lambda: Offload(False))
     units_of_one: int = 1
     step: int = 1
 

@@ -1,4 +1,4 @@
-"""Planning the stages of one rank of a pipeline that runs: sizes from rank to rank, then each rank for itself."""
+"""Plan and wrap the stages of one rank of a pipeline that runs: sizes from rank to rank, then each rank for itself."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from planner import runtimes
+from planner.analysis.compatibility import check_solver
 from planner.analysis.study import Study
+from planner.api import unwrap
 from planner.capture.inputs import Inputs, check_model, check_plannable
 from planner.capture.joint import is_deferred
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
-from planner.capture.model_facts import is_sharded, shards_of, units_of, unplanned_sharding, whole
+from planner.capture.model_facts import is_sharded, of_model, shards_of, units_of, unplanned_sharding, whole
 from planner.capture.module_internals import has_gradient_hooks
+from planner.capture.planned_call import install_planned_call
 from planner.capture.sharding import ROOT, Unit, resident
-from planner.common.options import Budget
-from planner.common.units import round_up
+from planner.capture.torch_internals import entered
+from planner.common.options import Budget, Search, Target, Training
+from planner.common.units import Size, round_up
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.extras.pipelines.deferred_weight_grads import LaterWeights
 from planner.extras.pipelines.devices import Device, no_plan_fits
@@ -36,6 +41,7 @@ from planner.measure import loss
 from planner.measure.devices import device_spec
 from planner.measure.resident import static_memory
 from planner.plans.plan import NoPlanFitsError, Plan
+from planner.report.progress import tell
 from planner.session.rank_consensus import check_alike, made_by_all
 from planner.session.step import Options, captured, lower_as_run, study_lowered
 
@@ -408,3 +414,80 @@ def _gradients(lowered: LoweredGraph) -> list[tuple[torch.Tensor, fx.Node]]:
     joint = lowered.joint
     pairs = zip(joint.inputs, joint.outputs[1], strict=True)
     return [(tensor, gradient) for tensor, gradient in pairs if isinstance(gradient, fx.Node)]
+
+
+def wrap_pipeline(
+    schedule: Any,
+    inputs: Any = None,
+    *,
+    budget: Budget | Size | None = None,
+    labels: Any = None,
+    return_outputs: bool = True,
+    training: Training | str = Training(),
+    search: Search | str = Search(),
+    target: Target | str = Target(),
+) -> StagePlan:
+    """Make the stages of this rank keep a memory budget in a schedule of ``torch.distributed.pipelining``.
+
+    Every rank of the pipeline calls it, after it has made its schedule and before the first step. A rank's stages are
+    planned together, for as many micro-batches as the schedule has in flight there, and their modules are wrapped.
+    Calls of ``schedule.step`` do not change.
+
+    Parameters
+    ----------
+    schedule : torch.distributed.pipelining schedule
+        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
+        (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
+        stages are made by ``PipelineStage(module, ...)``.
+    inputs, labels
+        What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, and as
+        ``labels`` its ``target`` where the last one is.
+    budget : int, float, str or Budget
+        What this rank may hold, or may allocate on top of what is resident; see :func:`planner.plan`. ``"60%"`` is of
+        what this rank holds without recompute.
+    return_outputs : bool
+        As ``schedule.step`` is called: whether the rank of the last stage keeps the outputs of all micro-batches, and
+        puts them together.
+    training, search, target
+        See :func:`planner.plan`; ``gradient_accumulation`` says whether gradients of earlier steps are there when
+        ``schedule.step`` begins.
+
+    Returns
+    -------
+    StagePlan
+        What this rank does, its predicted peak, and the plan of each of its stages.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    RuntimeUnsupportedError
+        For schedules that are not torch's, whose memory is not known, and stages with a ``dw_builder`` of their own.
+    CaptureError, NoPlanFitsError
+        If a stage cannot be captured as one graph, or no plan fits this rank.
+    PlanMismatchError
+        If ranks have different schedules.
+    PlannerError
+        If another rank failed, or went away.
+    """
+    options = Options.of({**locals(), "runtime": "graph"})
+    check_solver(options.runtime.name, options.search.solver)
+    options.budget.check()
+    search = replace(options.search, compare=False, progress=options.search.progress or tell)
+    options = replace(options, search=search)
+    rank = RankOfPipeline.of(schedule)
+    example = Inputs.of(inputs) if inputs is not None else Inputs((), {})
+    for stage in rank.stages:
+        unwrap(stage.submod)
+    with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
+        made, planned = plan_rank(rank, example, labels, options, return_outputs=return_outputs)
+    deferred = []
+    for one in planned:
+        later = None if one.options.deferred is None else LaterWeights()
+        budget_of_stage = Budget(one.plan.budget_bytes)
+        own = replace(one.options, budget=budget_of_stage, reused_plan=one.plan, deferred=later)
+        running = runtimes.get(own.runtime.name).start(one.module, own, plan=one.plan, replan=False)
+        install_planned_call(one.module, running)
+        deferred.append(later)
+    rank.give_weights_by(deferred)
+    return made

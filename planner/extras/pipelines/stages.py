@@ -162,11 +162,7 @@ def whole_stage(
         made.costs += costs[turn + 1 : rest]
         for index in let_go:
             made.values[index] = replace(made.values[index], retained=False)
-        # They are there from when they are made to then: nobody else gives them back.
-        made.operations = [
-            operation if set(let_go).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
-            for operation in made.operations
-        ]
+        made.run_once(let_go)
         made.hand_over("gradients of inputs sent", Phase.BACKWARD, sends=(*let_go, *backward))
         backward = made.others(Phase.BACKWARD)
         half_done, beside = len(made.operations), (*beside, *backward)
@@ -285,6 +281,13 @@ class _Builder:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self.costs: list[OperationCost] = []
+
+    def run_once(self, values: Collection[int]) -> None:
+        """Keep values from when they are made to when they are let go: nobody else gives them back."""
+        self.operations = [
+            operation if set(values).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
+            for operation in self.operations
+        ]
 
     def new(self, value: Value) -> int:
         self.values.append(value)
