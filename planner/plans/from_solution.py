@@ -65,9 +65,11 @@ def plan_from_solution(
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
+    least = smallest_bytes if compare else None
+    found = _warnings(problem, evaluation, solution, limits or SolveLimits(), least)
     plan = Plan(
         model=graph.name,
-        fingerprint=dict(origin.fingerprint),
+        **_made_for(origin),
         status="optimal" if solution.is_optimal else "feasible",
         budget_bytes=problem.budget_bytes + static_bytes,
         static_bytes=dict(graph.static_bytes),
@@ -84,11 +86,6 @@ def plan_from_solution(
         reserved=reserved,
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
-        capture_seconds=origin.capture_seconds,
-        cost_model=origin.cost_model,
-        device=origin.device,
-        torch=origin.torch_version,
-        runtime=origin.runtime,
         anatomy=anatomy_of_peak(graph, costs, schedule, evaluation),
         placement=placement(graph, costs, schedule, find_layers(graph)),
         **beside,
@@ -97,16 +94,24 @@ def plan_from_solution(
         captured_order=CapturedOrder(moved=sum(map(len, order.values())), recompute_seconds=solution.captured_seconds)
         if order
         else None,
-        warnings=(
-            *_warnings(problem, evaluation, solution, limits or SolveLimits(), smallest_bytes if compare else None),
-            *reserve_warnings(problem, reserved, static_memory),
-            *origin.warnings,
-        ),
-        eager=origin.eager,
+        warnings=(*found, *reserve_warnings(problem, reserved, static_memory), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def _made_for(origin: PlanOrigin) -> dict[str, Any]:
+    """Return the fields of a plan that say where its step comes from."""
+    return {
+        "fingerprint": dict(origin.fingerprint),
+        "capture_seconds": origin.capture_seconds,
+        "cost_model": origin.cost_model,
+        "device": origin.device,
+        "torch": origin.torch_version,
+        "runtime": origin.runtime,
+        "eager": origin.eager,
+    }
 
 
 def _compared(captured: Problem, problem: Problem, solution: Solution, evaluation: Evaluation) -> dict[str, Any]:
