@@ -413,7 +413,7 @@ class Backend:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             backend = own()
             assert backend is not None
-            captured = backend._captured(
+            captured = backend.captured(
                 joint,
                 num_fwd_outputs,
                 inputs=list(tensors),
@@ -444,7 +444,7 @@ class Backend:
         joints.clear()
         return _under([each for each in (branches, assumption) if each], run)
 
-    def _captured(self, joint: fx.GraphModule, num_forward_outputs: int, **facts: Any) -> JointGraph:
+    def captured(self, joint: fx.GraphModule, num_forward_outputs: int, **facts: Any) -> JointGraph:
         """Return a joint graph with equal operations merged; UnsupportedModelError for what no plan can hold."""
         for node in joint.graph.nodes:
             node.target = meant(node.target)

@@ -49,6 +49,9 @@ def public() -> Iterator[str]:
     for package in (planner, pipelines, splits):
         for name in sorted(package.__all__):
             thing = getattr(package, name)
+            if inspect.isclass(thing) and issubclass(thing, errors.PlannerError):
+                yield f"{package.__name__}.{name}"  # with the other errors, below
+                continue
             if callable(thing):
                 yield signature(f"{package.__name__}.{name}", thing)
             if inspect.isclass(thing):
