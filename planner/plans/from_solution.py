@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -91,14 +91,17 @@ def plan_from_solution(
         **beside,
         recomputations=_decisions(graph, schedule),
         order=order,
-        captured_order=CapturedOrder(moved=sum(map(len, order.values())), recompute_seconds=solution.captured_seconds)
-        if order
-        else None,
+        captured_order=_captured_order(order, solution),
         warnings=(*found, *reserve_warnings(problem, reserved, static_memory), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def _captured_order(order: Mapping[str, Collection[str]], solution: Solution) -> CapturedOrder | None:
+    moved_operations = sum(map(len, order.values()))
+    return CapturedOrder(moved=moved_operations, recompute_seconds=solution.captured_seconds) if order else None
 
 
 def _made_for(origin: PlanOrigin) -> dict[str, Any]:
