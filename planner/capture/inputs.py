@@ -37,7 +37,15 @@ def _is_object(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Positional and keyword arguments of one call of the model."""
+    """Positional and keyword arguments of one call of the model.
+
+    Parameters
+    ----------
+    args : tuple
+        Positional arguments.
+    kwargs : dict
+        Keyword arguments.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -33,6 +33,7 @@ class PolicyOperation:
     output_bytes: int
     """Size of its results."""
     flops: int
+    """Floating-point operations."""
 
 
 Policy = Callable[[PolicyOperation], Choice | None]

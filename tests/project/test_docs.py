@@ -50,7 +50,12 @@ def headings_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("public", [public for public in PUBLIC.values() if callable(public)])
+def is_error(public: object) -> bool:
+    """Whether something is an error: these are described on a page of their own, see ``test_site.py``."""
+    return inspect.isclass(public) and issubclass(public, planner.PlannerError)
+
+
+@pytest.mark.parametrize("public", [p for p in PUBLIC.values() if callable(p) and not is_error(p)])
 def test_what_people_call_is_described_in_full(public):
     described = parameters_of(inspect.getdoc(public) or "")
     if dataclasses.is_dataclass(public):
