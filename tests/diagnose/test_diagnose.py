@@ -202,7 +202,7 @@ TOKENS = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": torch.zer
 OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-dominates": {"optimizer": "adamw"},
     "loss-outside": {"loss_fn": lambda output: output.square().mean() if output.dim() else output},
-    "use-cache": {"example_kwargs": TOKENS},
+    "use-cache": {"inputs": TOKENS},
 }
 """What a rule's two examples are checked with, beside an input of 16 rows."""
 
@@ -271,7 +271,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
 
 
 def checked(model: nn.Module, **options: Any) -> Diagnosis:
-    inputs = None if "example_kwargs" in options else torch.randn(X)
+    inputs = options.pop("inputs", None) or torch.randn(X)
     return planner.check(model, inputs, **grouped(**options))
 
 
@@ -288,7 +288,7 @@ def test_names_are_unique_and_kebab_case():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_fires_on_its_trouble_and_nowhere_else(rule: Any):
     fires, silent = EXAMPLES[rule.name]
-    options = OPTIONS.get(rule.name, {})
+    options = dict(OPTIONS.get(rule.name, {}))
     found = {finding.rule: finding for finding in checked(fires(), **options).findings}
     assert rule.name in found
     finding = found[rule.name]

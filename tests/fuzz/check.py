@@ -137,7 +137,7 @@ class _Trial:
             if self.study is None:
                 model, inputs, loss_fn = self.make()
                 self.study = planner.study(model, inputs, loss_fn=loss_fn)
-            return self.study.plan(solver=solver, time_limit_seconds=SECONDS, **options)
+            return self.study.plan(**grouped(solver=solver, time_limit_seconds=SECONDS, **options))
         model, inputs, loss_fn = self.make()
         runtime = self.outcome.runtime
         return planner.plan(
