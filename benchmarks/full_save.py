@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 
 from benchmarks import common
-from benchmarks.cases import ARCHITECTURES, CASES, build
+from benchmarks.architectures import ARCHITECTURES
+from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes
 from benchmarks.steps import without_recompute
 from planner.capture.memory import keep_freed_memory

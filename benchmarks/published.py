@@ -13,10 +13,9 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Result, percent
-from planner import Inputs, api, zoo
+from planner import api, zoo
 from planner.capture import fake_mode
 from planner.common.atomic import check_writable, write_text
-from planner.common.options import grouped
 from planner.plans.plan import Plan
 
 PAGE = common.ROOT / "docs" / "published-figures.md"
@@ -189,9 +188,14 @@ def _plan(figure: Figure, budget: dict[str, Any], limit_seconds: float, *, compa
     loaded = zoo.build(figure.model, **figure.sizes, fake_mode=fake_mode())
     return api.plan(
         loaded.model,
-        Inputs.of(loaded.example_args, loaded.example_kwargs),
+        loaded.example_args,
+        example_kwargs=loaded.example_kwargs,
+        device=figure.device,
+        time_limit_seconds=limit_seconds,
+        compare=compare,
         name=figure.model,
-        **grouped(device=figure.device, time_limit_seconds=limit_seconds, compare=compare, **budget, **figure.training),
+        **budget,
+        **figure.training,
     )
 
 

@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import common
-from benchmarks.cases import ARCHITECTURES
+from benchmarks.architectures import ARCHITECTURES
 from benchmarks.common import Result, mebibytes, percent
 from planner import solvers, zoo
-from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import capture
+from planner.capture.joint_capture import capture, fake_mode
 from planner.common.limits import SolveLimits
 from planner.common.options import Target
 from planner.errors import InfeasibleBudgetError
@@ -172,15 +171,10 @@ def costed(name: str, device: str) -> Costed:
     """Capture a model without memory, or make a random graph; with costs."""
     if name not in MODELS:
         return random_step(int(name.removeprefix("random-")), seed=0)
-    return lowered(name, MODELS[name], device)
-
-
-def lowered(name: str, make: Callable[[], ZooModel], device: str) -> Costed:
-    """Capture a model without memory, with costs."""
     with fake_mode():
-        made = make()
+        made = MODELS[name]()
     joint = capture(made.model, Inputs.of(made.example_kwargs))
-    options = Options(target=Target(device), name=name)
+    options = Options(target=Target(device=device), name=name)
     step = lower_step(made.model, joint, options)
     return step.lowered.graph, tuple(operation_costs(step.lowered.graph, step.spec, options.target.cost_model))
 

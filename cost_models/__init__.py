@@ -1,4 +1,4 @@
-"""Cost models of operations: one file for each way of knowing a cost.
+"""What operations cost: one file for each way of knowing it.
 
 Importing this package imports neither torch nor the planner.
 """

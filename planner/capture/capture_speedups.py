@@ -1,4 +1,4 @@
-"""Speed up captures: no garbage collection, no unread logs, memoized symbolic sizes; private torch APIs."""
+"""What torch and Python do beside a capture and nobody asked for; private torch APIs, tried by tests/capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the peak memory of running code."""
+"""Peak memory of running code, measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Module path and source line of each node of the joint graph."""
+"""Where a node of the joint graph comes from: module path, source line, and a stable key."""
 
 from __future__ import annotations
 

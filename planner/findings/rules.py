@@ -1,4 +1,4 @@
-"""The type of a rule, and how rules are applied to a subject."""
+"""What a rule is, and how rules are asked."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Costs of operations, losses, optimizers and devices."""
+"""What operations, losses, optimizers and devices cost and hold."""

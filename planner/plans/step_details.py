@@ -1,4 +1,4 @@
-"""Details of a plan: memory over time, tensors alive at the peak, and what 1 GiB more would buy."""
+"""What a report shows beside a plan's decisions, worked out from the solved problem."""
 
 from __future__ import annotations
 

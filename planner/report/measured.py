@@ -1,4 +1,4 @@
-"""Print measurements: the rates of a device, and the operators that take most of the time."""
+"""What was measured: the rates of a device, and where the time of a step goes, beside the table and the roofline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Format numbers and tables, and print whole reports."""
+"""How numbers, tables and whole reports look."""
 
 from __future__ import annotations
 

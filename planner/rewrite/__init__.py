@@ -1,1 +1,1 @@
-"""Write planned graphs: forward and backward in the order of a schedule."""
+"""Planned graphs: forward and backward in the order of a schedule."""

@@ -1,4 +1,4 @@
-"""Keep, recompute or offload each value, with a bound on all such plans.
+"""Keep, recompute or offload: a mixed plan, with a bound on all of them.
 
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
@@ -16,12 +16,12 @@ from itertools import combinations
 
 from planner import solvers
 from planner.common.limits import Clock, SolveLimits
-from planner.errors import HostBudgetError, InfeasibleBudgetError
+from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, minimise
+from planner.solving.milp import Answer, Library
 from planner.solving.offload_bound import OffloadCut, build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_schedule, proven_lowest
@@ -48,7 +48,7 @@ _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for the most promising choice of values, and for another one."""
 
 
-class OffloadSolver:
+class MixedSolver:
     """Recompute and offload, decided together."""
 
     name = "offload_search"
@@ -72,12 +72,12 @@ class OffloadSolver:
         """Better an incumbent of a problem with a host; a HostBudgetError says that more of its memory would do."""
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
-            _OffloadSearch(incumbent, effort).run()
+            _Mix(incumbent, effort).run()
         if incumbent.schedule is None:
             raise _infeasible(incumbent, incumbent.problem.host)
 
 
-class _OffloadSearch:
+class _Mix:
     def __init__(self, incumbent: Incumbent, effort: SolveLimits) -> None:
         assert incumbent.problem.host is not None
         self.incumbent, self.problem, self.effort = incumbent, incumbent.problem, effort
@@ -129,11 +129,15 @@ class _OffloadSearch:
         return answer.bound * cut.scale, _away(cut, answer)
 
     def solved(self, cut: OffloadCut) -> Answer:
-        """Solve the programme of a cut."""
+        """Solve the programme of a cut; without a library nothing is known of it."""
+        try:
+            library = Library(lambda line: None)
+        except SolverUnavailableError:
+            return Answer(None, 0.0)
         if self.is_small:
-            return minimise(cut.model, seconds=None if self.clock.counts_work else self.clock.limit_seconds)
+            return library.minimise(cut.model, seconds=None if self.clock.counts_work else self.clock.limit_seconds)
         self.clock.work(len(cut.model.rows) * _LP_SECONDS_PER_ROW)
-        return minimise(cut.model, relax=True)
+        return library.minimise(cut.model, relax=True)
 
     def offload_alone(self, cuts: Iterable[int]) -> None:
         """Plan without any recompute, unless the programme of some cut says that this is no better."""
@@ -184,7 +188,7 @@ class _OffloadSearch:
 
     def offer(self, schedule: Schedule | None) -> None:
         if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
-            self.incumbent.update(schedule, OffloadSolver.name)
+            self.incumbent.update(schedule, MixedSolver.name)
 
     def make_room(self) -> None:
         """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
@@ -268,7 +272,7 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
             high = count - 1
         else:
             low = count + 1
-    incumbent.update(lowest_offloading(problem, first_within(problem, values)), OffloadSolver.name)
+    incumbent.update(lowest_offloading(problem, first_within(problem, values)), MixedSolver.name)
     error = incumbent.infeasible(proven=proven)
     if smallest is None or smallest <= host.budget_bytes:
         return error
@@ -281,4 +285,4 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
     )
 
 
-SOLVER = OffloadSolver()
+SOLVER = MixedSolver()

@@ -1,4 +1,4 @@
-"""The recompute set of one problem, laid out as arrays for the annealing kernels."""
+"""One problem laid out for the kernels of the annealing, and the set of reruns that they work on."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rewrites of a joint graph: chunks, gradients added in place, rounding."""
+"""Joint graph in, joint graph out: chunks, tensor parallelism, sums in place, rounding."""

@@ -1,1 +1,1 @@
-"""Record one eager training step as autograd runs it."""
+"""One eager step, recorded as autograd runs it."""

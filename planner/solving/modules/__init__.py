@@ -1,1 +1,1 @@
-"""Checkpointing of whole modules, as an integer programme over their variants."""
+"""The choice of modules to checkpoint, as an integer programme over their variants."""

@@ -1,0 +1,64 @@
+"""``export``: a plan in the words of another framework."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from planner.commands import _asked
+from planner.commands._options import AboutModel, add, json_option
+from planner.commands._terminal import write_json
+from planner.common.options import Target, Training
+from planner.errors import UsageError
+
+
+class _Export(AboutModel):
+    name = "export"
+    summary = "put a plan into the words of another framework"
+    examples = (
+        "export gpt2 gpt2.plan --to huggingface --output checkpointing.py",
+        "export my_model.py:make my.plan --to fsdp --json -",
+    )
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("plan", metavar="PLAN", help="a saved plan; the model and its sizes must be those it is of")
+        parser.add_argument(
+            "--to", metavar="NAME", required=True, help="fsdp, huggingface, megatron, jax, ...; a wrong name lists all"
+        )
+        parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
+        add(parser, Target)
+        json_option(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        import planner
+        from planner import exporters
+        from planner.exporters._export import Label
+        from planner.plans.plan import Plan
+
+        exporters.get(args.to)
+        if args.output == "-":
+            raise UsageError("--output -: the text goes to standard output without --output")
+        _asked.check_writable(args.output, args.json)
+        plan = Plan.load(args.plan)
+        study = None
+        if not exporters.carries_exactly(plan, args.to) or args.name or args.model:
+            if args.name is None and args.model is None:
+                args.name = plan.model  # of the zoo, unless the check below refuses it
+            _asked.check_model(args)
+            _asked.check_target(args)
+            runtime, asked = exporters.runtime_for(args.to), _asked.keywords(args, Target, Training)
+            with _asked.working(args) as (progress, loaded):
+                study = _asked.ask_or_build(planner.study, args, loaded, progress, runtime=runtime, **asked)
+        made = exporters.export(plan, to=args.to, study=study)
+        write_json(made.report(), args.json)
+        if made.label is Label.UNSUPPORTED:
+            raise UsageError(made.verdict)
+        if args.output:
+            made.save(args.output)
+        elif args.json != "-":
+            sys.stdout.write(made.text)
+        print(made.verdict, file=sys.stdout if args.output and args.json != "-" else sys.stderr)
+        return 0
+
+
+COMMAND = _Export()
