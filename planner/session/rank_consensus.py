@@ -28,7 +28,7 @@ def plan_together(
     options: Options,
     plan: Callable[[LoweredStep], Plan],
 ) -> Plan:
-    """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks if ``options.plan_collectively``.
+    """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks where several plan collectively.
 
     Raises PlanMismatchError if the ranks' steps differ, naming what, and PlannerError if another rank fails, with its
     message.

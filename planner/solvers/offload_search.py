@@ -48,7 +48,7 @@ _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for the most promising choice of values, and for another one."""
 
 
-class MixedSolver:
+class OffloadSearchSolver:
     """Recompute and offload, decided together."""
 
     name = "offload_search"
@@ -188,7 +188,7 @@ class _Mix:
 
     def offer(self, schedule: Schedule | None) -> None:
         if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
-            self.incumbent.update(schedule, MixedSolver.name)
+            self.incumbent.update(schedule, OffloadSearchSolver.name)
 
     def make_room(self) -> None:
         """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
@@ -272,7 +272,7 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
             high = count - 1
         else:
             low = count + 1
-    incumbent.update(lowest_offloading(problem, first_within(problem, values)), MixedSolver.name)
+    incumbent.update(lowest_offloading(problem, first_within(problem, values)), OffloadSearchSolver.name)
     error = incumbent.infeasible(proven=proven)
     if smallest is None or smallest <= host.budget_bytes:
         return error
@@ -285,4 +285,4 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
     )
 
 
-SOLVER = MixedSolver()
+SOLVER = OffloadSearchSolver()

@@ -2,7 +2,7 @@
 
 It proves nothing. Some plans are found from nothing, going from hot to cold; then what is made of
 two of them, or of one, is annealed, barely warm, and the better ones stay: see
-``solving.population``. The moves and the exact bytes after each are in ``solving.annealing``,
+``solving.solution_pool``. The moves and the exact bytes after each are in ``solving.annealing``,
 compiled by numba, which is loaded when a search starts and not before.
 """
 
