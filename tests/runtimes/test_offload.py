@@ -264,7 +264,7 @@ def test_budgets_below_what_recompute_can_reach_are_kept():
 
 
 def test_solvers_that_only_recompute_refuse():
-    with pytest.raises(UsageError, match="'ilp' does not offload; those that do are 'auto', 'mixed'"):
+    with pytest.raises(UsageError, match="'ilp' does not offload; those that do are 'auto', 'offload_search'"):
         solvers.solve(posed(0.7), "ilp")
 
 
