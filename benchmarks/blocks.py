@@ -24,6 +24,7 @@ import planner
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import zoo
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlannerError, UsageError
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -114,9 +115,9 @@ def rows(name: str, budgets: Sequence[float]) -> Iterator[Result]:
 def _wrapped(model: Any, example: Result, budget: str) -> planner.Plan:
     options: Result = {"runtime": "graph", "time_limit_seconds": 1, "cost_model": "roofline"}
     try:
-        planner.auto_wrap(model, example_kwargs=example, budget=budget, **options)
+        planner.auto_wrap(model, example, **grouped(budget=budget, **options))
     except InfeasibleBudgetError as refusal:  # little of so small a model can be recomputed
-        planner.auto_wrap(model, example_kwargs=example, budget=refusal.minimum_feasible_peak_bytes, **options)
+        planner.auto_wrap(model, example, **grouped(budget=refusal.minimum_feasible_peak_bytes, **options))
     return planner.plan_of(model)
 
 

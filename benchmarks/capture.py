@@ -34,7 +34,7 @@ GOAL_SECONDS = 30.0
 GOAL_BYTES = 3 * 2**30
 LIMIT_SECONDS = 300.0
 
-IMPORTS = "import planner.api, planner.zoo, planner.report, transformers, torch._dynamo, pulp"
+IMPORTS = "import planner.api, planner.zoo, planner.report, transformers, torch._dynamo, highspy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,20 +166,9 @@ def _markdown(result: Result) -> str:
         "budget, unplanned and predicted peak are GiB of the whole device; bound is the proven least overhead."
     )
     headings = [
-        "model",
-        "seconds",
-        "CPU s",
-        "GiB used",
-        "goals",
-        "capture s",
-        "solve s",
-        "operations",
-        "budget",
-        "unplanned",
-        "predicted",
-        "overhead",
-        "bound",
-    ]
+        "model", "seconds", "CPU s", "GiB used", "goals", "capture s", "solve s", "operations", "budget",
+        "unplanned", "predicted", "overhead", "bound",
+    ]  # fmt: skip
     commands = "\n".join(f"- `{row['command']}`" for row in result["rows"])
     rows = common.table(headings, [_cells(row) for row in result["rows"]])
     return common.page("Planning without running", result, f"{goals} {legend}", rows, commands)

@@ -1,7 +1,7 @@
 """What runtimes are compared on: every model of the zoo and others beside it, at sizes that take seconds at most.
 
 Those beside it are what capture is known to change: grouped queries, masks that hide nothing,
-experts, and a recurrent stack with dropout between its layers; and, in ``architectures.py``, what nobody made it for.
+experts, and a recurrent stack with dropout between its layers; and what nobody made it for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.architectures import ARCHITECTURES
 from planner import zoo
 from planner.zoo import ZooModel
 
@@ -29,14 +28,12 @@ ZOO_SIZES: dict[str, dict[str, Any]] = {
     "resnet152": {"batch_size": 4, "layers": 36, "image_size": 128},
     "convnext-base": {"batch_size": 1, "layers": 9, "image_size": 96},
     "minimind-104m": {"batch_size": 1, "layers": 4, "seq_len": 256},
-    "minimind-moe": {"batch_size": 1, "layers": 2, "seq_len": 256},
     "bert-large": {"batch_size": 3, "layers": 3, "seq_len": 384},
     "minigpt": {"batch_size": 2, "layers": 4, "seq_len": 384},
     "gpt2": {"batch_size": 2, "layers": 4, "seq_len": 384},
     "t5-base": {"batch_size": 2, "layers": 3, "seq_len": 320},
     "gpt2-774m": {"batch_size": 1, "layers": 2, "seq_len": 128},
     "qwen3-0.6b": {"batch_size": 1, "layers": 2, "seq_len": 128},
-    "latent-diffusion-unet": {"batch_size": 1, "layers": 1, "image_size": 16},
     "mixtral-1b": {"batch_size": 1, "layers": 1, "seq_len": 128},
     "llama-7b": {"batch_size": 1, "layers": 1, "seq_len": 64, "dtype": "bfloat16"},
     "gemma3-1b": {"batch_size": 1, "layers": 1, "seq_len": 64},
@@ -62,7 +59,7 @@ GPU_SIZES: dict[str, dict[str, Any]] = {
 }
 """Sizes at which a step without recompute takes tens of GiB."""
 
-BATCH, LENGTH, TOKENS = 2, 256, 2000
+TOKENS, BATCH, LENGTH, CLASSES = 2000, 2, 256, 10
 _DECODER = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
@@ -140,6 +137,102 @@ def _lstm_stack() -> ZooModel:
 
 def _tokens(count: int = BATCH) -> dict[str, Tensor]:
     return {name: torch.randint(TOKENS, (count, LENGTH)) for name in ("input_ids", "labels")}
+
+
+_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+_TEXT: dict[str, Any] = {**_SIZES, "vocab_size": TOKENS}
+_GROUPED: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "use_cache": False}
+
+
+def _of_text(config: str, model: str, *, count: int = BATCH, **options: Any) -> ZooModel:
+    example = {name: torch.randint(TOKENS, (count, LENGTH)) for name in ("input_ids", "labels")}
+    return _model(config, model, example, **options)
+
+
+def _of_images(config: str, model: str, *, size: int = 96, count: int = 4, **options: Any) -> ZooModel:
+    example = {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.randint(CLASSES, (count,))}
+    return _model(config, model, example, num_labels=CLASSES, **options)
+
+
+def _model(config: str, model: str, example: dict[str, torch.Tensor], **options: Any) -> ZooModel:
+    import transformers
+
+    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
+    return ZooModel(name=model, model=made.train(), example_kwargs=example)
+
+
+ARCHITECTURES: dict[str, Callable[[], ZooModel]] = {
+    "mamba2": partial(
+        _of_text, "Mamba2Config", "Mamba2ForCausalLM", vocab_size=TOKENS, hidden_size=256, num_hidden_layers=2,
+        num_heads=8, head_dim=64, state_size=32, n_groups=1, chunk_size=64, use_cache=False,
+    ),
+    "bamba": partial(
+        _of_text, "BambaConfig", "BambaForCausalLM", intermediate_size=512, attn_layer_indices=[1, 3],
+        mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_chunk_size=64, **_GROUPED,
+    ),
+    "bloom": partial(
+        _of_text, "BloomConfig", "BloomForCausalLM", vocab_size=TOKENS, hidden_size=256, n_layer=4, n_head=8,
+        use_cache=False,
+    ),
+    "mpt": partial(
+        _of_text, "MptConfig", "MptForCausalLM", vocab_size=TOKENS, d_model=256, n_layers=4, n_heads=8,
+        use_cache=False,
+    ),
+    "falcon-alibi": partial(_of_text, "FalconConfig", "FalconForCausalLM", alibi=True, use_cache=False, **_TEXT),
+    "gpt-neox": partial(
+        _of_text, "GPTNeoXConfig", "GPTNeoXForCausalLM", intermediate_size=1024, use_cache=False, **_TEXT
+    ),
+    "phi": partial(_of_text, "PhiConfig", "PhiForCausalLM", intermediate_size=1024, use_cache=False, **_TEXT),
+    "gemma2": partial(
+        _of_text, "Gemma2Config", "Gemma2ForCausalLM", intermediate_size=512, head_dim=32, sliding_window=64, **_GROUPED
+    ),
+    "olmoe": partial(
+        _of_text, "OlmoeConfig", "OlmoeForCausalLM", intermediate_size=256, num_experts=4, num_experts_per_tok=2,
+        pad_token_id=0, eos_token_id=1, use_cache=False, **_TEXT,
+    ),
+    "qwen2-moe": partial(
+        _of_text, "Qwen2MoeConfig", "Qwen2MoeForCausalLM", intermediate_size=512, moe_intermediate_size=256,
+        shared_expert_intermediate_size=256, num_experts=4, num_experts_per_tok=2, **_GROUPED,
+    ),
+    "bart": partial(
+        _of_text, "BartConfig", "BartForConditionalGeneration", vocab_size=TOKENS, d_model=256, encoder_layers=2,
+        decoder_layers=2, encoder_ffn_dim=1024, decoder_ffn_dim=1024, encoder_attention_heads=8,
+        decoder_attention_heads=8, use_cache=False,
+    ),
+    "deberta-v2": partial(
+        _of_text, "DebertaV2Config", "DebertaV2ForMaskedLM", intermediate_size=1024, relative_attention=True,
+        pos_att_type=["p2c", "c2p"], **_TEXT,
+    ),
+    "roformer": partial(_of_text, "RoFormerConfig", "RoFormerForMaskedLM", intermediate_size=1024, **_TEXT),
+    "electra": partial(
+        _of_text, "ElectraConfig", "ElectraForMaskedLM", embedding_size=128, intermediate_size=1024, **_TEXT
+    ),
+    "fnet": partial(
+        _of_text, "FNetConfig", "FNetForMaskedLM", vocab_size=TOKENS, hidden_size=256, num_hidden_layers=4,
+        intermediate_size=1024, type_vocab_size=2,
+    ),
+    "swin": partial(
+        _of_images, "SwinConfig", "SwinForImageClassification", size=128, image_size=128, embed_dim=48,
+        depths=[2, 2, 2], num_heads=[3, 6, 12], window_size=4,
+    ),
+    "regnet": partial(
+        _of_images, "RegNetConfig", "RegNetForImageClassification", embedding_size=32,
+        hidden_sizes=[64, 128, 256, 256], depths=[1, 2, 2, 1], groups_width=32,
+    ),
+    "mobilenet-v2": partial(_of_images, "MobileNetV2Config", "MobileNetV2ForImageClassification", count=8),
+    "poolformer": partial(_of_images, "PoolFormerConfig", "PoolFormerForImageClassification", depths=[2, 2, 2, 2]),
+    "segformer": partial(_of_images, "SegformerConfig", "SegformerForImageClassification", depths=[1, 1, 2, 1]),
+    "beit": partial(
+        _of_images, "BeitConfig", "BeitForImageClassification", image_size=96, patch_size=8, intermediate_size=1024,
+        use_relative_position_bias=True, **_SIZES,
+    ),
+    "dinov2": partial(
+        _of_images, "Dinov2Config", "Dinov2ForImageClassification", size=98, image_size=98, patch_size=14, **_SIZES
+    ),
+}  # fmt: skip
+"""Architectures of ``transformers`` that neither zoo nor capture was made for, small, with random weights: state-space
+models and hybrids, positions as a bias of attention, experts, encoders and decoders, token mixing by Fourier transforms
+and by pooling, windowed attention, grouped and depthwise convolutions."""
 
 
 CASES: dict[str, Callable[[], ZooModel]] = {

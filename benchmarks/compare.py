@@ -38,6 +38,7 @@ from cost_models.measured import Profile
 from planner.capture.memory import keep_freed_memory
 from planner.capture.planned_call import remove_planned_call
 from planner.capture.torch_internals import installed_call
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlannerError, UsageError
 from planner.plans.plan import NoPlanFitsError
 from planner.report.progress import Shown, shown
@@ -196,7 +197,7 @@ def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
 
 def _profile(loaded: ZooModel) -> Profile:
     return planner.profile(
-        loaded.model, loaded.example_args, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn
+        loaded.model, planner.Inputs.of(loaded.example_args, loaded.example_kwargs), loss_fn=loaded.loss_fn
     )
 
 
@@ -341,12 +342,11 @@ def _plan(
     try:
         planner.auto_wrap(
             loaded.model,
-            loaded.example_args,
-            example_kwargs=loaded.example_kwargs,
+            planner.Inputs.of(loaded.example_args, loaded.example_kwargs),
             loss_fn=loaded.loss_fn,
-            activation_budget=budget_bytes,
-            time_limit_seconds=args.time_limit,
-            **{"runtime": "graph", **options},
+            **grouped(
+                activation_budget=budget_bytes, time_limit_seconds=args.time_limit, **{"runtime": "graph", **options}
+            ),
         )
     except NoPlanFitsError as error:
         row["smallest_bytes"] = error.minimum_feasible_peak_bytes - sum(error.report["static_bytes"].values())

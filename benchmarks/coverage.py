@@ -24,7 +24,15 @@ from benchmarks.common import Result, mebibytes, percent
 from benchmarks.libraries import LIBRARIES, absent, architectures
 from benchmarks.trial import TOLERANCE, Case, run
 
-PRELOADED = ["torch", "torch._dynamo", *LIBRARIES, "planner.api", "planner.runtimes.auto", "pulp", "benchmarks.trial"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    *LIBRARIES,
+    "planner.api",
+    "planner.runtimes.auto",
+    "highspy",
+    "benchmarks.trial",
+]
 """What every process needs, imported once; what is not installed is passed over."""
 
 
@@ -211,16 +219,9 @@ def _markdown(result: Result) -> str:
         "an exception."
     )
     headings = [
-        "model",
-        "runtime",
-        "smallest",
-        "overhead",
-        "bits equal",
-        "eager MiB",
-        "of prediction",
-        "of budget",
+        "model", "runtime", "smallest", "overhead", "bits equal", "eager MiB", "of prediction", "of budget",
         "plan s",
-    ]
+    ]  # fmt: skip
     counted = [row for row in rows if row["status"] != "invalid"]
     parts = [
         here + missing,

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 
 from benchmarks import common
-from benchmarks.architectures import ARCHITECTURES
-from benchmarks.cases import CASES, build
+from benchmarks.cases import ARCHITECTURES, CASES, build
 from benchmarks.common import Result, mebibytes
 from benchmarks.steps import without_recompute
 from planner.capture.memory import keep_freed_memory

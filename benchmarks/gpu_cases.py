@@ -30,7 +30,8 @@ from benchmarks.attention import differences
 from benchmarks.common import Result
 from planner import api, zoo
 from planner.capture import fake_mode
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.diagnose.verification import NOISE, StepResult, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.measure import calibration, devices
@@ -156,7 +157,7 @@ def _model(case: Result) -> Rows:
         fake = zoo.build(name, **sizes, device="cuda", fake_mode=fake_mode())
         with suppress(PlannerError):
             options = {"budget": "100%", "time_limit_seconds": 1, "compare": False, "runtime": "graph"}
-            here = api.plan(fake.model, example_kwargs=fake.example_kwargs, cost_model="roofline", **options)
+            here = api.plan(fake.model, fake.example_kwargs, **grouped(cost_model="roofline", **options))
             same = here.fingerprint["graph"] == afar.fingerprint["graph"]
             yield {**start, "what": "captured on a CPU", "same_step": same, "peak_bytes": afar.peak_bytes}
     if case.get("eager", True):
@@ -167,10 +168,10 @@ def _model(case: Result) -> Rows:
         row: Result = {**start, "what": f"planned for {budget}", "measured_operations": len(profile.measurements)}
         try:
             options = {"time_limit_seconds": case["solve_seconds"], "profile": profile, "compare": False}
-            plan, is_kept = _or_the_least(partial(api.plan, loaded.model, **arguments, **options), budget)
+            plan, is_kept = _or_the_least(partial(api.plan, loaded.model, **grouped(**arguments, **options)), budget)
             row["what"] += "" if is_kept else ", which cannot be kept: for the least"
             row |= _predicted(plan)
-            model = api.auto_wrap(loaded.model, plan=plan)
+            model = api.auto_wrap(loaded.model, budget=plan)
             try:
                 row |= _measured(lambda model=model: _step(model, loaded), model)
             finally:
@@ -187,7 +188,7 @@ def _planned_afar(case: Result) -> planner.Plan | None:
     with suppress(PlannerError):
         fake = zoo.build(case["model"], **case["sizes"], fake_mode=fake_mode())
         options = {"budget": "100%", "time_limit_seconds": 1, "compare": False, "runtime": "graph"}
-        return api.plan(fake.model, example_kwargs=fake.example_kwargs, device=case["device"], **options)
+        return api.plan(fake.model, fake.example_kwargs, **grouped(device=case["device"], **options))
     return None
 
 
@@ -235,7 +236,7 @@ def _largest(case: Result) -> Rows:
     def planned(batch: int, budget: int) -> planner.Plan:
         fake = zoo.build(name, **sizes, batch_size=batch, fake_mode=fake_mode())
         options = {"device": case["device"], "budget": budget, "time_limit_seconds": 1, "compare": False}
-        return api.plan(fake.model, example_kwargs=fake.example_kwargs, **options)
+        return api.plan(fake.model, fake.example_kwargs, **grouped(**options))
 
     low, high, best, smallest_bytes = 0, _MOST_BATCH, None, cap_bytes
     while high - low > 1:
@@ -257,7 +258,7 @@ def _largest(case: Result) -> Rows:
         try:
             plan = found_plan or planned(batch, max(cap_bytes, smallest_bytes))
             loaded = _built({**case, "sizes": {**sizes, "batch_size": batch}})
-            model = api.auto_wrap(loaded.model, plan=plan)
+            model = api.auto_wrap(loaded.model, budget=plan)
             found = _predicted(plan) | _measured(lambda model=model, loaded=loaded: _step(model, loaded), model)
             yield {**row, "what": what, "batch": batch, "came_to": "runs", **found}
             del model, loaded
@@ -311,7 +312,9 @@ def _built(case: Result) -> zoo.ZooModel:
 def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> None:
     """Plan a model for a budget, or for the least that is known to be feasible."""
     budget = options.pop("activation_budget")
-    _or_the_least(partial(api.auto_wrap, model, args or None, example_kwargs=kwargs or None, **options), budget)
+    _or_the_least(
+        partial(api.auto_wrap, model, planner.Inputs.of(args or None, kwargs or None), **grouped(**options)), budget
+    )
 
 
 def _or_the_least(planned: Callable[..., Any], budget: str) -> tuple[Any, bool]:

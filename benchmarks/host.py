@@ -29,6 +29,7 @@ import planner
 from benchmarks import common
 from benchmarks.common import Result
 from benchmarks.steps import step_of
+from planner.common.options import grouped
 from planner.zoo import ZooModel
 
 GOAL = 1.05
@@ -145,8 +146,8 @@ def compared(loaded: ZooModel, device: torch.device, rounds: int) -> Result:
     options: Result = {"budget": sys.maxsize, "runtime": "graph", "time_limit_seconds": 1.0}
     if device.type == "cuda":
         models.append(copy.deepcopy(loaded.model))
-        planner.auto_wrap(models[2], cuda_graphs=True, **options)
-    planner.auto_wrap(models[1], **options)
+        planner.auto_wrap(models[2], **grouped(cuda_graphs=True, **options))
+    planner.auto_wrap(models[1], **grouped(**options))
     ways = [
         step_of(ZooModel(name="", model=model, example_args=args, example_kwargs=kwargs, loss_fn=loaded.loss_fn))
         for model in models

@@ -191,39 +191,6 @@ _OF_DIFFUSERS: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]]
             "class_labels": torch.randint(CLASSES, (IMAGES,)),
         },
     ),
-    "PixArtTransformer2DModel": (
-        {
-            **_LATENT,
-            "out_channels": 8,
-            "cross_attention_dim": 32,
-            "caption_channels": 32,
-            "use_additional_conditions": False,
-        },
-        lambda _: {
-            "hidden_states": torch.randn(IMAGES, 4, 8, 8),
-            "timestep": _times(IMAGES),
-            "encoder_hidden_states": _tokens(6),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    ),
-    "SD3Transformer2DModel": (
-        {
-            **_HEADS,
-            "sample_size": 8,
-            "patch_size": 2,
-            "num_layers": 3,
-            "joint_attention_dim": 32,
-            "caption_projection_dim": 32,
-            "pooled_projection_dim": 32,
-            "out_channels": 4,
-        },
-        lambda _: {
-            "hidden_states": torch.randn(IMAGES, 4, 8, 8),
-            "timestep": _times(IMAGES),
-            "encoder_hidden_states": _tokens(6),
-            "pooled_projections": torch.randn(IMAGES, 32),
-        },
-    ),
     "FluxTransformer2DModel": (
         {
             **_HEADS,
@@ -240,15 +207,6 @@ _OF_DIFFUSERS: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]]
             "pooled_projections": torch.randn(IMAGES, 32),
             "img_ids": torch.zeros(16, 3),
             "txt_ids": torch.zeros(6, 3),
-        },
-    ),
-    "PriorTransformer": (
-        {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "embedding_dim": 32, "num_embeddings": 7},
-        lambda _: {
-            "hidden_states": torch.randn(IMAGES, 32),
-            "timestep": _times(IMAGES),
-            "proj_embedding": torch.randn(IMAGES, 32),
-            "encoder_hidden_states": _tokens(7),
         },
     ),
 }

@@ -23,8 +23,9 @@ import torch
 from torch import fx
 
 from benchmarks import common
+from benchmarks.cases import ZOO_SIZES
 from benchmarks.common import Result, mebibytes, percent
-from planner import api, zoo
+from planner import Search, api, zoo
 from planner.capture import operands
 from planner.capture.inputs import Inputs
 from planner.capture.joint import is_tangent, tensors_of
@@ -46,17 +47,8 @@ _WARM_UPS, _LEAST_ROUNDS, _MOST_ROUNDS = 1, 5, 40
 _PAIRS = 5
 """Whole steps each way that are timed by the clock, beside the sum of their nodes."""
 
-MODELS: dict[str, dict[str, Any]] = {
-    "minigpt": {"batch_size": 2, "layers": 4, "seq_len": 384},
-    "minimind-26m": {"batch_size": 2, "layers": 6, "seq_len": 384},
-    "gpt2": {"batch_size": 2, "layers": 4, "seq_len": 384},
-    "bert-large": {"batch_size": 3, "layers": 3, "seq_len": 384},
-    "vit-b16": {"batch_size": 4, "layers": 4, "image_size": 224},
-    "resnet50": {"batch_size": 8, "layers": 6, "image_size": 128},
-    "resnet152": {"batch_size": 4, "layers": 36, "image_size": 128},
-    "t5-base": {"batch_size": 2, "layers": 3, "seq_len": 320},
-    "unet": {"batch_size": 2, "layers": 4, "image_size": 96},
-}
+_NAMES = ("minigpt", "minimind-26m", "gpt2", "bert-large", "vit-b16", "resnet50", "resnet152", "t5-base", "unet")
+MODELS = {name: ZOO_SIZES[name] for name in _NAMES}
 """Sizes at which a step takes a few seconds at most on two cores, so that many can be timed."""
 
 
@@ -144,9 +136,8 @@ def _row(
     try:
         measured = api.verify(
             loaded.model,
-            loaded.example_args,
+            Inputs.of(loaded.example_args, loaded.example_kwargs),
             plan,
-            example_kwargs=loaded.example_kwargs,
             loss_fn=loaded.loss_fn,
             timed_steps=_PAIRS,
         )
@@ -172,14 +163,12 @@ def _row(
 def _plan(loaded: ZooModel, args: argparse.Namespace, budget_bytes: int, *, compare: bool = False) -> Plan:
     return api.plan(
         loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
-        loss_fn=loaded.loss_fn,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
         budget=budget_bytes,
-        cost_model=args.cost_model,
-        time_limit_seconds=args.time_limit,
+        target=Target(cost_model=args.cost_model),
+        search=Search(time_limit_seconds=args.time_limit, compare=compare),
+        loss_fn=loaded.loss_fn,
         name=loaded.name,
-        compare=compare,
     )
 
 

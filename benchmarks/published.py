@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Result, percent
-from planner import api, zoo
+from planner import Inputs, api, zoo
 from planner.capture import fake_mode
 from planner.common.atomic import check_writable, write_text
+from planner.common.options import grouped
 from planner.plans.plan import Plan
 
 PAGE = common.ROOT / "docs" / "published-figures.md"
@@ -188,14 +189,9 @@ def _plan(figure: Figure, budget: dict[str, Any], limit_seconds: float, *, compa
     loaded = zoo.build(figure.model, **figure.sizes, fake_mode=fake_mode())
     return api.plan(
         loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
-        device=figure.device,
-        time_limit_seconds=limit_seconds,
-        compare=compare,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
         name=figure.model,
-        **budget,
-        **figure.training,
+        **grouped(device=figure.device, time_limit_seconds=limit_seconds, compare=compare, **budget, **figure.training),
     )
 
 

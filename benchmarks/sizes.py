@@ -94,7 +94,9 @@ def trained(case: Case, steps: int | None = None) -> Result:
     budget_bytes = int(case.share * eager_bytes)
     theirs = _Loop(plain).run(calls)
     compiled = _compiled(copy.deepcopy(model), calls, theirs)
-    planner.auto_wrap(wrapped, activation_budget=budget_bytes, time_limit_seconds=2.0)
+    planner.auto_wrap(
+        wrapped, budget=planner.Budget(activations=budget_bytes), search=planner.Search(time_limit_seconds=2.0)
+    )
     with _captures() as captures:
         ours = _Loop(wrapped).run(calls)
     marked = _marked(copy.deepcopy(model), calls, theirs, budget_bytes)
@@ -143,7 +145,9 @@ def _compiled(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step]) 
 def _marked(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step], budget_bytes: int) -> Result:
     """Train with sizes that are marked from the start, each up to its largest, and say how that compares."""
     calls = _with_marks(calls)
-    planner.auto_wrap(model, activation_budget=budget_bytes, time_limit_seconds=2.0)
+    planner.auto_wrap(
+        model, budget=planner.Budget(activations=budget_bytes), search=planner.Search(time_limit_seconds=2.0)
+    )
     with _programs() as programs:
         ours = _Loop(model).run(calls)
     peaks = [_kept(model, call) for call in {_sizes_of(call): call for call in calls}.values()]
@@ -333,7 +337,9 @@ def _known_ratio(ours: Sequence[_Step], theirs: Sequence[_Step]) -> float | None
 def _is_as_alone(model: nn.Module, call: Call, budget_bytes: int) -> bool:
     """Whether a step has the bits of one that is captured at its sizes, in a fresh copy."""
     fresh = copy.deepcopy(model)  # which is plain
-    planner.auto_wrap(fresh, activation_budget=budget_bytes, time_limit_seconds=1.0)
+    planner.auto_wrap(
+        fresh, budget=planner.Budget(activations=budget_bytes), search=planner.Search(time_limit_seconds=1.0)
+    )
     losses = [_step_alone(one, call) for one in (model, fresh)]
     pairs = zip(model.parameters(), fresh.parameters(), strict=True)
     return torch.equal(*losses) and all(

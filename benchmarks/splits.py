@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
@@ -25,25 +22,24 @@ from benchmarks.common import Result, percent
 from benchmarks.split_models import LLAMA_8B, LLAMA_70B, LLAMA_405B, LanguageModel, Sizes
 from cost_models.devices import DeviceSpec
 from planner import zoo
-from planner.analysis.splits.estimate import Estimator
-from planner.analysis.splits.links import links_of
-from planner.analysis.splits.search import search
-from planner.analysis.splits.table import FULL, KEEP, ModelTable
-from planner.analysis.splits.types import (
+from planner.capture import fake_mode
+from planner.capture.inputs import Inputs
+from planner.common.options import Target, Training
+from planner.extras.splits.best import PROBED_LAYERS, deeper
+from planner.extras.splits.captured_table import split_table
+from planner.extras.splits.estimate import Estimator
+from planner.extras.splits.search import search
+from planner.extras.splits.table import FULL, ModelTable
+from planner.extras.splits.types import (
     FSDP2,
-    OPTIMIZER,
     REPLICATED,
     Estimate,
     NoSplitFitsError,
     Question,
     Split,
     described,
+    links_of,
 )
-from planner.capture import fake_mode
-from planner.capture.inputs import Inputs
-from planner.common.options import Target, Training
-from planner.session.split_tables import split_table
-from planner.session.splitting import PROBED_LAYERS, deeper
 from planner.session.step import Options
 
 GOAL_SECONDS = 60.0
@@ -162,93 +158,6 @@ def titan_runs() -> Iterator[Run]:
         )
 
 
-# Hagemann et al. 2023: "Efficient Parallelization Layouts for Large-Scale Distributed Model Training". The sheets are
-# not ours to copy: they are read where a folder is named, and only what they agree on is written down.
-
-SHEETS = "Hagemann et al. 2023, sheets of Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts"
-_SHEETS = {
-    "13B": Sizes(width=5120, layers=40, heads=40, hidden=13824, vocabulary=128000, is_llama=True),
-    "30B": Sizes(width=6656, layers=60, heads=52, hidden=17920, vocabulary=128000, is_llama=True),
-    "65B": Sizes(width=8192, layers=80, heads=64, hidden=22016, vocabulary=128000, is_llama=True),
-}
-_KERNELS = {"flash_attention2 + RMS kernel": KEEP, "flash_attention2": FULL}
-"""Runs with a fused attention: without recompute the norms are fused too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
-    """Runs of one sheet that share model, length, GPUs and kernels; those that ran out of memory have no time."""
-
-    name: str
-    runs: tuple[tuple[Run, float | None], ...]
-
-
-def sheets(folder: Path) -> Iterator[Sheet]:
-    """Read the sheets of a folder."""
-    for path in sorted(folder.glob("*.xlsx")):
-        size = next((name for name in _SHEETS if f"llama_{name}" in path.name), None)
-        if size is None:
-            continue
-        length = 8192 if "8k" in path.name else 2048
-        _, heads, *rows = _cells(path)
-        found = [dict(zip(heads, row, strict=False)) for row in rows]
-        runs = [run for row in found if (run := _sheet_run(row, size, length)) is not None]
-        for kept in (KEEP, FULL):
-            alike = tuple(pair for pair in runs if pair[0].kept == kept)
-            if sum(seconds is not None for _, seconds in alike) > 2:
-                yield Sheet(name=f"{path.stem}: {kept}", runs=alike)
-
-
-def _sheet_run(row: dict[str, str], size: str, length: int) -> tuple[Run, float | None] | None:
-    kernel, checkpointing = row.get("kernel", ""), row.get("activation_checkpointing_type")
-    kept = _KERNELS.get(kernel)
-    if kept is None or (kept == FULL) != (checkpointing == "every_layer") or row.get("sequence_parallel") == "0":
-        return None
-    took = row.get("Average Step Time", "")
-    if took not in ("OOM Error",) and took.endswith("Error"):
-        return None
-    gpus = int(row["World Size"])
-    tensor, pipeline, micro = (int(row[f"{name}_size"]) for name in ("model_parallel", "pipe_parallel", "micro_batch"))
-    batch = 2048 * 2048 // length if length == 2048 else 512
-    data = gpus // tensor // pipeline
-    if batch % (data * micro) or not data:
-        return None
-    seconds = None if took == "OOM Error" else float(took)
-    run = Run(
-        source=SHEETS,
-        label=f"{size} {length} on {gpus}",
-        sizes=_SHEETS[size],
-        length=length,
-        global_batch=batch,
-        device=A100,
-        split=Split(data, tensor, pipeline, 1, 1, micro, 1, OPTIMIZER, "megatron"),
-        kept=kept,
-        published=0.0 if seconds is None else batch * length / seconds / gpus,
-        unit="tokens/s",
-    )
-    return run, seconds
-
-
-def _cells(path: Path) -> Iterator[list[str]]:
-    """Read the first sheet of a workbook, row by row."""
-    space = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
-    with zipfile.ZipFile(path) as book:
-        shared: list[str] = []
-        if "xl/sharedStrings.xml" in book.namelist():
-            entries = ElementTree.fromstring(book.read("xl/sharedStrings.xml")).findall(f"{space}si")
-            shared = ["".join(part.text or "" for part in entry.iter(f"{space}t")) for entry in entries]
-        rows = ElementTree.fromstring(book.read("xl/worksheets/sheet1.xml")).iter(f"{space}row")
-        for row in rows:
-            yield [_cell(cell, shared, space) for cell in row.findall(f"{space}c")]
-
-
-def _cell(cell: ElementTree.Element, shared: Sequence[str], space: str) -> str:
-    value = cell.find(f"{space}v")
-    if value is None or value.text is None:
-        return "".join(part.text or "" for part in cell.iter(f"{space}t"))
-    return shared[int(value.text)] if cell.get("t") == "s" else value.text
-
-
 @cache
 def table_of(sizes: Sizes, length: int, device: DeviceSpec) -> ModelTable:
     """Capture two layers of a model for one sample, and tabulate all of it."""
@@ -261,8 +170,8 @@ def table_of(sizes: Sizes, length: int, device: DeviceSpec) -> ModelTable:
     finally:
         torch.set_default_dtype(torch.float32)
     options = Options(
-        target=Target(device="a100-80" if device is A100 else "h100", cost_model="roofline"),
-        training=Training(optimizer="adamw", master_weights=True),
+        target=Target("a100-80" if device is A100 else "h100", cost_model="roofline"),
+        training=Training("adamw", master_weights=True),
         name="model",
     )
     return deeper(split_table(model, Inputs.of(tokens), None, options, tokens=length), sizes.layers)
@@ -382,31 +291,6 @@ def agreement(rows: Sequence[Result]) -> Result:
     }
 
 
-def sheet_agreement(sheet: Sheet) -> Result:
-    """Say how estimates rank the runs of one sheet, what the best choice of ours reached, and who fits."""
-    pairs = [(run, seconds, estimated(run)) for run, seconds in sheet.runs]
-    ran = [(run, estimate) for run, seconds, estimate in pairs if seconds is not None]
-    ours, theirs = [reached(run, estimate) for run, estimate in ran], [run.published for run, _ in ran]
-    fits = [(estimate.fits, seconds is not None) for _, seconds, estimate in pairs]
-    chosen = [published for (_, estimate), published in zip(ran, theirs, strict=True) if estimate.fits] and max(
-        (one for one in zip(ours, theirs, ran, strict=True) if one[2][1].fits), key=lambda one: one[0]
-    )
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    plain = [reached(run, estimated(run, overlap=False)) for run, _ in ran]
-    return {
-        "sheet": sheet.name,
-        "runs": len(ran),
-        "rank_correlation": correlation(ours, theirs),
-        "rank_correlation_without_overlap": correlation(plain, theirs),
-        "median_ratio": median(ratios),
-        "best_of_ours": chosen[1] / max(theirs) if chosen else None,
-        "fit_as_said": sum(said == did for said, did in fits),
-        "said_to_fit_but_did_not": sum(said and not did for said, did in fits),
-        "fit_but_said_not_to": sum(did and not said for said, did in fits),
-        "tried": len(fits),
-    }
-
-
 def searches() -> list[Result]:
     """Time the search for two models on more and more devices, capture and all."""
     found = []
@@ -454,8 +338,8 @@ def searches() -> list[Result]:
 def _zoo_table() -> ModelTable:
     loaded = zoo.build("llama-7b", batch_size=1, layers=PROBED_LAYERS, fake_mode=fake_mode())
     options = Options(
-        target=Target(device="h100", cost_model="roofline"),
-        training=Training(optimizer="adamw", master_weights=True),
+        target=Target("h100", cost_model="roofline"),
+        training=Training("adamw", master_weights=True),
     )
     inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
     return deeper(split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=2048), 32)
@@ -468,10 +352,9 @@ def _table_70b() -> ModelTable:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = common.parser("splits", __doc__)
-    parser.add_argument("--sheets", metavar="DIR", type=Path, help="a folder with the sheets of Hagemann et al. 2023")
     typed = sys.argv[1:] if arguments is None else list(arguments)
     args = parser.parse_args(typed)
-    result = common.environment("splits", _without_folder(typed))
+    result = common.environment("splits", typed)
     rows = published([*megatron_runs(), *titan_runs()])
     result["searches"] = searches()
     result["published"] = rows
@@ -483,14 +366,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "all of torchtitan": agreement([row for row in rows if row["unit"] == "tokens/s"]),
         "all": {**agreement(rows), "rank_correlation": None, "rank_correlation_without_overlap": None},
     }
-    result["sheets"] = [sheet_agreement(sheet) for sheet in sheets(args.sheets)] if args.sheets else []
     result["met"] = all(row["capture_seconds"] + row["search_seconds"] < GOAL_SECONDS for row in result["searches"])
     common.write(args.json, result, markdown(result))
     return 0 if result["met"] else 1
-
-
-def _without_folder(arguments: Sequence[str]) -> list[str]:
-    return ["DIR" if before == "--sheets" else each for before, each in zip(["", *arguments], arguments, strict=False)]
 
 
 def markdown(result: Result) -> str:
@@ -554,10 +432,7 @@ def markdown(result: Result) -> str:
             for row in result["published"]
         ],
     )
-    parts = [found, _ASSUMED, agreed, rows]
-    if result["sheets"]:
-        parts += [_OF_SHEETS, _sheets(result["sheets"])]
-    return common.page("Splits over many devices", result, *parts)
+    return common.page("Splits over many devices", result, found, _ASSUMED, agreed, rows)
 
 
 def _number(value: float | None) -> str:
@@ -569,36 +444,6 @@ def _beside(shares: dict[str, float]) -> str:
     return ", ".join(f"{name} {percent(share, 0)}" for share, name in beside[:3])
 
 
-def _sheets(rows: Sequence[Result]) -> str:
-    return common.table(
-        [
-            "sheet",
-            "runs",
-            "rank correlation",
-            "nothing hidden",
-            "median ratio",
-            "ours of the best",
-            "fits as said",
-            "did not fit",
-            "did fit",
-        ],
-        [
-            [
-                row["sheet"],
-                row["runs"],
-                _number(row["rank_correlation"]),
-                _number(row["rank_correlation_without_overlap"]),
-                f"{row['median_ratio']:.2f}",
-                percent(row["best_of_ours"]),
-                f"{row['fit_as_said']} of {row['tried']}",
-                row["said_to_fit_but_did_not"],
-                row["fit_but_said_not_to"],
-            ]
-            for row in rows
-        ],
-    )
-
-
 _ASSUMED = (
     "Efficiencies are those that every plan has: products reach 0.7 of the peak rate, attention what is published of "
     "its kernel, memory 0.8 of its bandwidth, collectives 0.8 of a link; attention on torchtitan's H100s reaches the "
@@ -607,12 +452,5 @@ _ASSUMED = (
     "in bfloat16, so only their order means anything; its H100 runs at 500 W. 'Utilization' is the model's own "
     "arithmetic over the peak."
 )
-_OF_SHEETS = (
-    f"{SHEETS}: layouts of one model on the same GPUs, with fused attention. 'Ours of the best' is the published speed "
-    "of the layout that we would pick among those that we say fit, over the best published. The last two columns count "
-    "layouts that we say fit and did not, and that did fit though we say they do not."
-)
-
-
 if __name__ == "__main__":
     sys.exit(common.run(main))

@@ -44,7 +44,7 @@ def without_recompute(loaded: ZooModel, runtime: str, limit_seconds: float) -> R
     """Hold steps of a runtime that recomputes nothing against eager ones, in turn: peak, time and gradients."""
     model, step = loaded.model, step_of(loaded)
     try:
-        planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, time_limit_seconds=1.0)
+        planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, search=planner.Search(time_limit_seconds=1.0))
         step()  # captures
         ways = [(partial(use, model, call), step) for call in (None, installed_call(model))]
         gradients = [_gradients(model, *way) for way in ways]

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import common
-from benchmarks.architectures import ARCHITECTURES
+from benchmarks.cases import ARCHITECTURES
 from benchmarks.common import Result, mebibytes, percent
 from planner import solvers, zoo
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.joint_capture import capture
 from planner.common.limits import SolveLimits
 from planner.common.options import Target
 from planner.errors import InfeasibleBudgetError
@@ -171,10 +172,15 @@ def costed(name: str, device: str) -> Costed:
     """Capture a model without memory, or make a random graph; with costs."""
     if name not in MODELS:
         return random_step(int(name.removeprefix("random-")), seed=0)
+    return lowered(name, MODELS[name], device)
+
+
+def lowered(name: str, make: Callable[[], ZooModel], device: str) -> Costed:
+    """Capture a model without memory, with costs."""
     with fake_mode():
-        made = MODELS[name]()
+        made = make()
     joint = capture(made.model, Inputs.of(made.example_kwargs))
-    options = Options(target=Target(device=device), name=name)
+    options = Options(target=Target(device), name=name)
     step = lower_step(made.model, joint, options)
     return step.lowered.graph, tuple(operation_costs(step.lowered.graph, step.spec, options.target.cost_model))
 

@@ -26,7 +26,8 @@ from benchmarks.common import Result
 from cost_models.devices import cpu
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import record
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.diagnose.verification import StepResult, bitwise_equal, compare, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.plans.plan import Plan
@@ -220,15 +221,15 @@ def _planned(make: Callable[[], Case], reference: _Reference, seconds_to_solve: 
     budget: dict[str, Any] = {"activation_budget": BUDGET}
     begun = time.perf_counter()
     try:
-        plan = planner.plan(model, args, example_kwargs=kwargs, **budget, **options)
+        plan = planner.plan(model, planner.Inputs.of(args, kwargs), **grouped(**budget, **options))
     except InfeasibleBudgetError as error:
         row["infeasible"] = said(error)
         budget = {"budget": error.minimum_feasible_peak_bytes}
-        plan = planner.plan(model, args, example_kwargs=kwargs, **budget, **options)
+        plan = planner.plan(model, planner.Inputs.of(args, kwargs), **grouped(**budget, **options))
     row["seconds_to_plan"] = time.perf_counter() - begun
     row |= _facts(plan)
     row["touched"] = _touched(model, state, states)
-    planner.auto_wrap(model, **budget, **options)
+    planner.auto_wrap(model, **grouped(**budget, **options))
     actual = training.compared()
     row |= _against(reference.results, actual)
     if row["wrong"] and not _drew_alike(reference.results, actual):  # both are right, of other random numbers
@@ -297,7 +298,7 @@ def _without_random_numbers(make: Callable[[], Case], budget: Result, options: R
     eager, planned = (_Training.of(make) for _ in range(2))
     for training in (eager, planned):
         training.case.model.eval()
-    planner.auto_wrap(planned.case.model, **budget, **options)
+    planner.auto_wrap(planned.case.model, **grouped(**budget, **options))
     wrong: list[str] = _against(eager.compared(), planned.compared())["wrong"]
     return wrong
 

@@ -1,4 +1,4 @@
-"""What operations cost: one file for each way of knowing it.
+"""Cost models of operations: one file for each way of knowing a cost.
 
 Importing this package imports neither torch nor the planner.
 """

@@ -1,4 +1,4 @@
-"""Measured costs where the model and its device are here, the roofline's elsewhere: what a plan is made with.
+"""Measured costs where the model and its device are here, roofline costs otherwise: the default of a plan.
 
 What may be measured, and for how long, is decided by ``planner.measure.costing``; asked alone, for a device by its
 name, this is the roofline.

@@ -1,4 +1,4 @@
-"""What a cost model is, and what it is asked about.
+"""The protocol of cost models, and what they read of an operation.
 
 A cost model says what one run of each operation of a training step costs on one device. It is
 found by its file: a module of this package that defines ``COST_MODEL``, a class that can be built

@@ -1,4 +1,4 @@
-"""Devices as numbers: what they hold, how fast they move and multiply.
+"""Figures of devices: memory, bandwidth and peak FLOP/s.
 
 Peak figures are the vendor's published ones, dense (no sparsity), matrix units included where
 PyTorch uses them: float32 is the plain float32 rate, ``"tf32"`` the one that
@@ -217,7 +217,7 @@ def library_bytes(architecture: str) -> int:
     """Return what matrix libraries keep for one thread of the forward and one of the backward.
 
     Sizes of a workspace are the defaults of torch 2.12 and later (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For the
-    torch at hand :mod:`planner.measure.libraries` knows better.
+    torch at hand :mod:`planner.measure.cuda_settings` knows better.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Arithmetic and memory traffic of one aten operator, from the shapes it is called with.
+"""FLOPs and memory traffic of one aten operator, from the shapes it is called with.
 
 Conventions are those of ``torch.utils.flop_counter``: a multiply-add counts as two, biases as
 nothing, and attention as if there were no causal mask (kernels skip about half of the work there).

@@ -1,4 +1,4 @@
-"""Costs that were measured: each distinct operation was run on the device, here or elsewhere.
+"""Measured costs: each distinct operation was run on the device, here or elsewhere.
 
 A :class:`Profile` holds what was measured, as plain data; ``planner.measure.profiling`` makes one. An
 operation that it does not know costs what the roofline says.

@@ -1,4 +1,4 @@
-"""Costs from a device's data sheet: no operation is run.
+"""Roofline costs from a device's data sheet: no operation is run.
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus the
 launch. Good for ratios, and for accelerators that are not here; measured costs are better.

@@ -54,6 +54,19 @@ def title_of(path: str) -> str:
     return heading[1].replace("`", "") if heading else Path(path).stem
 
 
+def figures() -> str:
+    """Return the table of lines of code, counted now."""
+    sys.path.insert(0, str(ROOT))
+    from tests.project.lines import BUDGETS, code_lines, files, rooms
+
+    trees = {tree: sum(len(code_lines(path)) for path in files(tree)) for tree in BUDGETS["code"]}
+    rows = [(f"`{tree}/`", lines, *BUDGETS["code"][tree]) for tree, lines in trees.items()]
+    rows += [(room, lines, *BUDGETS["rooms"][room]) for room, lines in rooms().items()]
+    lines = [f"| {name} | {count:,} | {most:,} | {aim:,} |" for name, count, most, aim in rows]
+    modules = f"`planner/` has {len(files('planner'))} modules."
+    return "\n".join(["| | Lines of code | Budget | To be |", "| --- | --- | --- | --- |", *lines, "", modules])
+
+
 def main(folder: str) -> None:
     """Write the site; a dead link is an error."""
     from mkdocs.commands.build import build
@@ -64,6 +77,9 @@ def main(folder: str) -> None:
             copy = Path(pages, path)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / path, copy)
+        architecture = Path(pages, "docs", "architecture.md")
+        text = architecture.read_text(encoding="utf-8")
+        architecture.write_text(text.replace("<!-- figures -->", figures()), encoding="utf-8")
         runpy.run_path(str(ROOT / "docs" / "reference.py"))["main"](str(Path(pages, REFERENCE).parent))
         build(
             load_config(

@@ -1,10 +1,9 @@
-"""What people call: plan, profile, auto_wrap and verify; and of a wrapped model its plan, and to be plain again."""
+"""The public functions that plan, wrap, profile and verify a model; :mod:`planner.session.studying` has the others."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,31 +19,28 @@ from planner.analysis.compatibility import (
     chunked_graph,
     graphs_runtime,
     offloading_runtime,
-    whole_graph,
 )
-from planner.capture.device import entered, of_model
-from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
-from planner.capture.joint_capture import is_fake
-from planner.capture.meta import placed
-from planner.capture.parallel import has_several_ranks, is_sharded, shards_of, whole
-from planner.capture.planned_call import compiled_parts, install_planned_call, planned_call, remove_planned_call
-from planner.capture.torch_internals import installed_call
+from planner.capture.fake_internals import is_fake
+from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
+from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, of_model, shards_of, whole
+from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
+from planner.capture.torch_internals import entered, installed_call
 from planner.common.limits import Progress
-from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
-from planner.common.units import Size, is_share
+from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
+from planner.common.units import Size
 from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
 from planner.findings.finding import collapsed
+from planner.ir.policy import Policy
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
-from planner.plans.pipeline_types import StagePlan
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
-from planner.runtimes import Running
+from planner.runtimes import PlannedModel
 from planner.runtimes._backend import RUNTIMES, Backend
 from planner.runtimes.auto import choose
-from planner.session.capture_progress import working
+from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 
@@ -53,38 +49,17 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 def plan(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    strategy: str | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    budget: Budget | Plan | Size | None = None,
     loss_fn: LossFunction | None = None,
-    runtime: str = "auto",
-    chunk: Chunk = OFF,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    device: str | None = None,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    data_parallel: str = "none",
-    ranks: int = 1,
-    tensor_parallel: int = 1,
-    reserve: Size = 0,
-    arena: bool = False,
-    cuda_graphs: bool = False,
-    offload: bool = False,
-    host_budget: Size | None = None,
-    offload_at_least: Size = LEAST_BYTES,
-    offload_lossy: bool = False,
+    policy: Policy | None = None,
+    offload: Offload | bool = False,
+    training: Training | str = Training(),
+    runtime: Runtime | str = "auto",
+    search: Search | str = Search(),
+    target: Target | str = Target(),
     name: str = "",
-    compare: bool = True,
-    progress: Progress | None = None,
 ) -> Plan:
     """Plan one training step of a model under a memory budget. The model does not change.
 
@@ -92,73 +67,32 @@ def plan(
     ----------
     model : torch.nn.Module
         Real, or built under ``planner.capture.fake_mode()`` to need no memory.
-    example_inputs : tensor, tuple, dict or object
-        What one step passes to the model: one tensor, a tuple of arguments, a dict of keywords, or one object that
-        holds tensors.
-    budget : int, float or str, optional
-        What the device may hold at any moment, everything included. Bytes, ``"8GiB"``, ``"8GB"``, or ``"60%"``, which
-        is a share of the peak of the model's own eager step.
-    activation_budget : int, float or str, optional
-        Instead of ``budget``: what the step may allocate on top of what is resident before it.
-    strategy : str, optional
-        What an established system does (``"every-2"``). Without a budget, the budget is the peak of this strategy.
-    example_kwargs : mapping, optional
-        Keyword arguments beside positional example inputs.
+    inputs : tensor, tuple, dict, Inputs or object
+        What one step passes to the model: one tensor, a tuple of arguments, a dict of keywords, ``planner.Inputs`` for
+        both, or one object that holds tensors.
+    budget : int, float, str or Budget
+        What the device may hold at any moment, everything included: bytes, ``"8GiB"``, ``"8GB"``, or ``"60%"``, which
+        is a share of the peak of the model's own eager step. ``planner.Budget(activations=...)`` is for what the step
+        may allocate on top of what is resident; ``planner.Budget(strategy="every-2")`` for what an established system
+        does.
     loss_fn : callable, optional
         From the model's output to a scalar, if the model does not return its loss.
-    runtime : str
-        Name of the runtime of the plan. Each runtime can carry out other plans; ``"auto"`` picks.
-    chunk : int or str
-        In how many chunks to compute what makes the peak, or ``"off"``. ``"auto"`` tries several, if that makes a plan
-        feasible or cheaper. Chunks change the last digits of loss and gradients, and need whole graphs.
-    solver : str
-        Name of a solver of whole graphs; ``"auto"`` picks, and is the only one for the runtime ``"modules"``.
-    time_limit_seconds : float
-        Roughly when the solver stops improving.
-    deterministic : bool
-        Count work instead of seconds, so that the same step gives the same plan every time.
-    seed : int
-        Of whatever draws random numbers in a solver.
-    device : str, optional
-        Accelerator to plan for; by default the one that the model is on.
-    cost_model : str
-        Name of a cost model. ``"roofline"`` is that of the device. ``"measured"`` runs each different operation here.
-        ``"auto"`` measures for a moment if the model is real and its device is here. Otherwise it is the roofline.
-    profile : Profile, optional
-        Costs recorded before, by :func:`profile` or read from a file.
-    optimizer : str
-        One of ``planner.common.options.OPTIMIZERS`` (``"adamw"``, ``"adafactor"``, ``"adam8bit"``, ...): its state is
-        resident, and its own step must fit too.
-    master_weights : bool
-        Whether parameters of 16 bits are updated through float32 copies.
-    gradient_accumulation : bool
-        Whether gradients of earlier backwards count as resident.
-    data_parallel, ranks : str, int
-        ``"ddp"`` or ``"fsdp2"`` over so many devices: what each holds, with buffers for communication.
-    tensor_parallel : int
-        How many devices share each layer. The plan is for one of them, and cannot be run.
-    reserve : int, float or str
-        What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
-    arena : bool
-        Whether the plan says what one arena takes in which all that the step allocates has a fixed place.
-    cuda_graphs : bool
-        Whether the step runs as CUDA graphs, which hold all its memory between steps: then the budget is for that, for
-        copies of inputs, outputs and gradients, and for workspaces of the stream of the captures too.
-    offload : bool
+    policy : callable, optional
+        Decides single operations of the forward beside the budget: a function of a ``planner.PolicyOperation`` (name,
+        module, signature, bytes, FLOPs) that answers ``"save"``, ``"recompute"``, ``"offload"`` or None, which leaves
+        the decision to the solver. If it offloads, nothing else is offloaded.
+    offload : bool or Offload
         Whether values may also wait in the host's memory between forward and backward.
-    host_budget : int, float or str, optional
-        What they may take of it: bytes, ``"64GiB"`` or ``"60%"``; by default half of what this machine has.
-    offload_at_least : int, float or str
-        Values below this size stay on the device.
-    offload_lossy : bool
-        Whether values of float32 wait there rounded to bfloat16, in half the room: gradients are then not bit-equal.
+    training : str or Training
+        The optimizer's name (``"adamw"``), or all that a training loop holds in memory.
+    runtime : str or Runtime
+        Name of the runtime of the plan. Each runtime can carry out other plans; ``"auto"`` picks.
+    search : str or Search
+        Name of a solver, or its limits too.
+    target : str or Target, optional
+        Name of the device to plan for, or what says how long operations take there too. By default the model's device.
     name : str
         Name of the model in the report.
-    compare : bool
-        Whether to simulate the usual ways of checkpointing beside the plan, and to look for the smallest
-        feasible peak.
-    progress : callable, optional
-        Told in short lines how it stands.
 
     Returns
     -------
@@ -180,16 +114,20 @@ def plan(
     >>> planner.plan(model, torch.randn(256, 64), budget="80%").status
     'optimal'
     """
-    options = Options.of(locals(), chunk=check_chunk(chunk))
+    options = Options.of(locals())
     check_model(model)
-    inputs = Inputs.of(example_inputs, example_kwargs)
+    example = Inputs.of(inputs)
     options = _settled(options)
-    chosen = runtimes.get(options.runtime)
+    chosen = runtimes.get(options.runtime.name)
     begun = time.perf_counter()
-    with working(model) as done, placed(model, inputs) as inputs, entered(of_model(model, inputs.args, inputs.kwargs)):
-        options = _completed(model, options, loss_fn, inputs)
+    with (
+        log_progress(model) as done,
+        placed(model, example) as example,
+        entered(of_model(model, example.args, example.kwargs)),
+    ):
+        options = _completed(model, options, loss_fn, example)
         looked = time.perf_counter() - begun
-        made = chosen.plan(model, inputs, options)
+        made = chosen.plan(model, example, options)
         done("asked for", made)
     return replace(made, capture_seconds=made.capture_seconds + looked)
 
@@ -203,25 +141,22 @@ def _settled(options: Options) -> Options:
     """Settle who is told how it stands, and the runtime; refuse what does not go together."""
     if options.search.progress is None:
         options = replace(options, search=replace(options.search, progress=tell))
-    runtime, in_chunks = options.runtime, options.chunk != 1
-    several_devices = options.training.tensor_parallel > 1
-    if several_devices:
-        runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
+    runtime, in_chunks = options.runtime.name, options.runtime.chunk != 1
     if in_chunks:
-        runtime = chunked_graph(runtime, several_devices=several_devices or has_several_ranks())
-    runtime = graphs_runtime(offloading_runtime(runtime, options.offload), options.training, options.offload)
+        runtime = chunked_graph(runtime, several_devices=has_several_ranks())
+    carrier = replace(options.runtime, name=offloading_runtime(runtime, options.offload))
+    carrier = graphs_runtime(carrier, options.training, options.offload)
     plan = options.reused_plan
-    check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, options.search.solver)
-    check_strategy(options.strategy, runtime, offload=options.offload.offload, in_chunks=in_chunks)
-    options.budget.check(or_none=options.strategy is not None)
-    return replace(options, runtime=runtime)
+    check_solver(plan.runtime if plan is not None and carrier.name == "auto" else carrier.name, options.search.solver)
+    check_strategy(options.budget.strategy, carrier.name, offload=options.offload.enabled, in_chunks=in_chunks)
+    options.budget.check(or_none=options.budget.strategy is not None)
+    return replace(options, runtime=carrier)
 
 
 def profile(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     time_limit_seconds: float = 60.0,
     name: str = "",
@@ -233,10 +168,12 @@ def profile(
     ----------
     model : torch.nn.Module
         Real, or built under ``planner.capture.fake_mode()`` to need no memory; one operation at a time is run.
-    example_inputs, example_kwargs, loss_fn, name, progress
+    inputs, loss_fn, name
         See :func:`plan`.
     time_limit_seconds : float
         How long to measure; what is left then costs what the roofline says.
+    progress : callable, optional
+        Called with short lines on how it stands.
 
     Returns
     -------
@@ -250,13 +187,13 @@ def profile(
     CaptureError
         If the model cannot be captured as one graph.
     """
-    asked = locals()
     check_model(model)
-    inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options.of(asked, target=Target(cost_model=MeasuredCosts.name))
-    with entered(of_model(model, inputs.args, inputs.kwargs)):
-        options = with_loss(model, options, loss_fn, inputs)
-        step = lower_step(model, captured(model, inputs, options), options)
+    example = Inputs.of(inputs)
+    search = Search(time_limit_seconds=time_limit_seconds, progress=progress)
+    options = Options(search=search, target=Target(cost_model=MeasuredCosts.name), name=name)
+    with entered(of_model(model, example.args, example.kwargs)):
+        options = with_loss(model, options, loss_fn, example)
+        step = lower_step(model, captured(model, example, options), options)
         costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
     assert costing.profile is not None
     return costing.profile
@@ -264,66 +201,35 @@ def profile(
 
 def auto_wrap(
     model: ModelT,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    plan: Plan | None = None,
-    replan: bool = False,
-    example_kwargs: Mapping[str, Any] | None = None,
+    budget: Budget | Plan | Size | None = None,
     loss_fn: LossFunction | None = None,
-    runtime: str = "auto",
-    chunk: Chunk = OFF,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    data_parallel: str = "none",
-    ranks: int = 1,
-    reserve: Size = 0,
-    arena: bool = False,
-    cuda_graphs: bool = False,
-    offload: bool = False,
-    host_budget: Size | None = None,
-    offload_at_least: Size = LEAST_BYTES,
-    offload_lossy: bool = False,
-    maximum_shapes: int = 64,
-    progress: Progress | None = None,
+    policy: Policy | None = None,
+    offload: Offload | bool = False,
+    training: Training | str = Training(),
+    runtime: Runtime | str = "auto",
+    search: Search | str = Search(),
+    target: Target | str = Target(),
 ) -> ModelT:
     """Make a model keep a memory budget while it trains: the same object, class, parameters and numbers.
 
     Parameters
     ----------
     model : torch.nn.Module
-    example_inputs : tensor, tuple or dict, optional
+    inputs : tensor, tuple, dict, Inputs or object, optional
         Plan at once for these inputs. Without them, the first training call is planned for its own inputs.
-    budget, activation_budget : int, float or str, optional
-        See :func:`plan`. With ``plan`` the budget is the plan's unless another is given.
-    plan : Plan, optional
-        A plan made before. If it belongs to another model or other shapes, the first call refuses it, or replaces it
-        if ``replan``.
-    replan : bool
-        Whether a plan that does not match may be replaced.
-    example_kwargs, loss_fn, runtime, chunk, solver, time_limit_seconds, deterministic, seed
-        See :func:`plan`.
-    cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
-        See :func:`plan`.
-    arena : bool
-        Whether all that a step allocates, loss included, lies at fixed places in one arena, from the third step on.
-        On a CPU under Linux, with a C++ compiler; else a RuntimeUnsupportedError says what is missing.
-    cuda_graphs : bool
-        Whether forward and backward are captured into CUDA graphs, each launched by one call, from the second step of
-        a kind on; see :func:`plan`. On a GPU, for one set of input sizes at a time, with the runtime ``"graph"``. What
-        no graph can hold runs without them, with one warning that says why.
-    offload, host_budget, offload_at_least, offload_lossy
-        See :func:`plan`. With ``plan`` they are the plan's.
-    maximum_shapes : int
-        How many sets of input sizes may have graphs; the next one is refused with an error.
+    budget : int, float, str, Budget or Plan
+        See :func:`plan`. A plan made before is applied; if it belongs to another model or other shapes, the first call
+        refuses it, or replaces it if ``planner.Budget(plan=..., replan=True)`` says so.
+    loss_fn, policy, training, search, target
+        See :func:`plan`. ``training``: over how many ranks a sharded model is spread is read off the model.
+    offload : bool or Offload
+        See :func:`plan`. What a given plan offloads is the plan's.
+    runtime : str or Runtime
+        See :func:`plan`. ``planner.Runtime(cuda_graphs=True)`` captures forward and backward into CUDA graphs, each
+        launched by one call, from the second step of a kind on: on a GPU, for one set of input sizes at a time, with
+        the runtime ``"graph"``. What no graph can hold runs without them, with one warning that says why.
 
     Returns
     -------
@@ -335,7 +241,7 @@ def auto_wrap(
     Raises
     ------
     UsageError, CaptureError, InfeasibleBudgetError, PlanMismatchError
-        At once if example inputs are given, else at the first call.
+        At once if inputs are given, else at the first call.
 
     Examples
     --------
@@ -346,49 +252,23 @@ def auto_wrap(
     True
     >>> model(x).sum().backward()
     """
-    asked = locals()
-    sharded = is_sharded(model)
-    check_model(model, may_be_sharded=sharded and runtimes.get(runtime).runs_sharded)
-    check_is_called(model)
-    if is_fake(model):
-        raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
-    if running_on(model) is None and installed_call(model) is not None:
-        raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
-    first = runtimes.get(choose(model) if runtime == "auto" else runtime)
-    if not first.runs_compiled_parts and (parts := compiled_parts(model)):
-        warnings.warn(
-            f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
-            "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or have each block "
-            "compiled as planned by runtime='inductor_blocks', or the whole step by runtime='inductor'",
-            stacklevel=2,
-        )
-    if not maximum_shapes >= 1:
-        raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
-    if plan is not None:
-        check_can_run(plan)
-    if data_parallel == "none" and (shards := shards_of(model)) > 1:
-        asked = {**asked, "data_parallel": "fsdp2", "ranks": shards}
-    options = Options.of(
-        {**asked, "compare": False}, chunk=check_chunk(chunk), reused_plan=plan, plan_collectively=True
-    )
-    if plan is not None and not options.budget.is_given:
-        options = replace(options, budget=Budget(budget=plan.budget_bytes))
-    if plan is not None and plan.offloading is not None:
-        runtime = plan.runtime if runtime == "auto" else runtime
-        options = replace(options, offload=offload_of(plan, offload_at_least), runtime=runtime)
-    options = _settled(options)
-    chosen = runtimes.get(options.runtime)
+    options = replace(Options.of(locals()), plan_collectively=True)
+    _check_can_wrap(model, options.runtime)
+    plan, replan = options.budget.plan, options.budget.replan
+    options = _as_trained(model, options if plan is None else _as_planned(options, plan))
+    options = _settled(replace(options, search=replace(options.search, compare=False)))
+    chosen = runtimes.get(options.runtime.name)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
-    if example_inputs is not None or example_kwargs:
-        inputs = Inputs.of(example_inputs, example_kwargs)
+    if inputs is not None:
+        example = Inputs.of(inputs)
         with (
-            working(model) as done,
+            log_progress(model) as done,
             whole(model),
-            placed(model, inputs) as inputs,
-            entered(of_model(model, inputs.args)),
+            placed(model, example) as example,
+            entered(of_model(model, example.args)),
         ):
-            options = _completed(model, options, loss_fn, inputs)
-            plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
+            options = _completed(model, options, loss_fn, example)
+            plan = chosen.plan(model, example, options, reuse=plan, must_match=not replan)
             done("before the first call", plan)
         options = options.after(plan)
     completes = loss_fn is not None or options.budget.is_share
@@ -398,102 +278,50 @@ def auto_wrap(
     return model
 
 
-def wrap_pipeline(
-    schedule: Any,
-    example_inputs: Any = None,
-    *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    target: Any = None,
-    example_kwargs: Mapping[str, Any] | None = None,
-    return_outputs: bool = True,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    reserve: Size = 0,
-    progress: Progress | None = None,
-) -> StagePlan:
-    """Make the stages of this rank keep a memory budget in a schedule of ``torch.distributed.pipelining``.
+def _check_can_wrap(model: nn.Module, runtime: Runtime) -> None:
+    """Refuse models that cannot run planned; warn of parts whose own compiled code would not run."""
+    sharded = is_sharded(model)
+    check_model(model, may_be_sharded=sharded and runtimes.get(runtime.name).runs_sharded)
+    check_is_called(model)
+    if is_fake(model):
+        raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
+    if running_on(model) is None and installed_call(model) is not None:
+        raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
+    first = runtimes.get(choose(model) if runtime.name == "auto" else runtime.name)
+    if not first.runs_compiled_parts and (parts := compiled_parts(model)):
+        warnings.warn(
+            f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
+            "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or have each block "
+            "compiled as planned by runtime='inductor_blocks', or the whole step by runtime='inductor'",
+            stacklevel=3,
+        )
 
-    Every rank of the pipeline calls it, after it has made its schedule and before the first step. A rank's stages are
-    planned together, for as many micro-batches as the schedule has in flight there, and their modules are wrapped.
-    Calls of ``schedule.step`` do not change.
 
-    Parameters
-    ----------
-    schedule : torch.distributed.pipelining schedule
-        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
-        (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
-        stages are made by ``PipelineStage(module, ...)``.
-    example_inputs, example_kwargs, target
-        What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, the target
-        where the last one is.
-    budget, activation_budget : int, float or str
-        What this rank may hold, or may allocate on top of what is resident; see :func:`plan`. ``"60%"`` is of what this
-        rank holds without recompute.
-    return_outputs : bool
-        As ``schedule.step`` is called: whether the rank of the last stage keeps the outputs of all micro-batches, and
-        puts them together.
-    time_limit_seconds : float
-        Roughly, for this rank.
-    solver, deterministic, seed, cost_model, profile, optimizer, master_weights, reserve, progress
-        See :func:`plan`.
-    gradient_accumulation : bool
-        Whether gradients of earlier steps are there when ``schedule.step`` begins.
+def _as_trained(model: nn.Module, options: Options) -> Options:
+    """Read off a sharded model over how many ranks it is spread."""
+    if options.training.data_parallel == "none" and (shards := shards_of(model)) > 1:
+        return replace(options, training=replace(options.training, data_parallel="fsdp2", ranks=shards))
+    return options
 
-    Returns
-    -------
-    StagePlan
-        What this rank does, its predicted peak, and the plan of each of its stages.
 
-    Raises
-    ------
-    UsageError
-        If an argument is wrong.
-    RuntimeUnsupportedError
-        For schedules that are not torch's, whose memory is not known, and stages with a ``dw_builder`` of their own.
-    CaptureError, NoPlanFitsError
-        If a stage cannot be captured as one graph, or no plan fits this rank.
-    PlanMismatchError
-        If ranks have different schedules.
-    PlannerError
-        If another rank failed, or went away.
-    """
-    asked = locals()
-    # What torch has for pipelines takes a while to import.
-    from planner.capture.pipelining_internals import RankOfPipeline
-    from planner.session.stage_planning import plan_rank
-
-    options = _settled(Options.of({**asked, "compare": False}, runtime="graph"))
-    rank = RankOfPipeline.of(schedule)
-    has_inputs = example_inputs is not None or bool(example_kwargs)
-    example = Inputs.of(example_inputs, example_kwargs) if has_inputs else Inputs((), {})
-    for stage in rank.stages:
-        unwrap(stage.submod)
-    with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
-        made, planned = plan_rank(rank, example, target, options, return_outputs=return_outputs)
-    later = []
-    for one in planned:
-        own = replace(one.options, budget=Budget(budget=one.plan.budget_bytes), reused_plan=one.plan)
-        running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
-        install_planned_call(one.module, running)
-        later.append(getattr(running, "later_weights", None))
-    rank.give_weights_by(later)
-    return made
+def _as_planned(options: Options, plan: Plan) -> Options:
+    """Return the options for a plan that was made before: its budget, unless there is another, and its offload."""
+    check_can_run(plan)
+    options = replace(options, reused_plan=plan)
+    if not options.budget.is_given:
+        options = replace(options, budget=Budget(plan.budget_bytes))
+    if plan.offloading is None:
+        return options
+    name = plan.runtime if options.runtime.name == "auto" else options.runtime.name
+    offload = offload_of(plan, options.offload.at_least)
+    return replace(options, offload=offload, runtime=replace(options.runtime, name=name))
 
 
 def verify(
     model: nn.Module,
-    example_inputs: Any,
+    inputs: Any,
     plan: Plan,
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     timed_steps: int = 5,
 ) -> Verification:
@@ -503,10 +331,10 @@ def verify(
     ----------
     model : torch.nn.Module
         A real model; its parameters, buffers, gradients and the random state are put back afterwards.
-    example_inputs : tensor, tuple, dict or object
+    inputs : tensor, tuple, dict, Inputs or object
         What the plan was made for.
     plan : Plan
-    example_kwargs, loss_fn
+    loss_fn
         See :func:`plan`.
     timed_steps : int
         Pairs of steps that are timed; the overhead is the median of their ratios.
@@ -533,27 +361,19 @@ def verify(
             f"the plan is for parameters spread over {plan.fingerprint[SHARDS]} ranks, and verify runs one process: "
             "measure a step of the sharded model on one of them"
         )
-    inputs = Inputs.of(example_inputs, example_kwargs)
-    with entered(of_model(model, inputs.args, inputs.kwargs)):
-        needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
-        return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
+    example = Inputs.of(inputs)
+    with entered(of_model(model, example.args, example.kwargs)):
+        needed = loss.memory_of(model, example, loss_fn) if loss_fn is not None else None
+        return _verify(model, example, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
 
 
 def backend(
     *,
     budget: Size,
-    runtime: str = "inductor",
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    cost_model: str = "auto",
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    reserve: Size = 0,
-    maximum_shapes: int = 64,
-    progress: Progress | None = None,
+    training: Training | str = Training(),
+    runtime: Runtime | str = "inductor",
+    search: Search | str = Search(),
+    target: Target | str = Target(),
 ) -> Backend:
     """Return a backend for ``torch.compile`` that keeps a memory budget while what it compiles trains.
 
@@ -565,15 +385,11 @@ def backend(
     ----------
     budget : int or str
         What the whole device may hold at any moment: bytes or ``"8GiB"``.
-    runtime : str
+    runtime : str or Runtime
         ``"inductor"``: Inductor writes the code and gets ``mode`` and ``options`` of ``torch.compile``. Code without
         gradients is compiled as if there were no plan. ``"graph"``: eager kernels, with eager's bits.
-    solver, time_limit_seconds, deterministic, seed, cost_model, optimizer, master_weights, gradient_accumulation
+    training, search, target
         See :func:`plan`; the time limit is for each graph.
-    reserve, progress
-        See :func:`plan`.
-    maximum_shapes : int
-        How many sets of input sizes each graph may have code for.
 
     Returns
     -------
@@ -595,21 +411,20 @@ def backend(
     >>> compiled = torch.compile(model, backend=planner.backend(budget="1GiB", runtime="graph"))
     >>> compiled(torch.randn(256, 64)).sum().backward()
     """
-    options = Options.of({**locals(), "compare": False})
-    if runtime not in RUNTIMES:
-        raise UsageError(f"a backend is of runtime {' or '.join(map(repr, RUNTIMES))}, not {runtime!r}")
-    if is_share(budget):
+    options = Options.of(locals())
+    if options.runtime.name not in RUNTIMES:
+        raise UsageError(f"a backend is of runtime {' or '.join(map(repr, RUNTIMES))}, not {options.runtime.name!r}")
+    if options.budget.is_share or options.budget.size is None:
         raise UsageError(f"budget={budget!r}: a backend does not know what the whole step takes; give bytes, or '8GiB'")
-    check_solver(runtime, solver)
-    if progress is None:
-        options = replace(options, search=replace(options.search, progress=tell))
-    return Backend(options)
+    check_solver(options.runtime.name, options.search.solver)
+    search = replace(options.search, compare=False, progress=options.search.progress or tell)
+    return Backend(replace(options, search=search))
 
 
-def running_on(model: nn.Module) -> Running | None:
+def running_on(model: nn.Module) -> PlannedModel | None:
     """Return what runs in place of a model's call, if that is ours."""
     running = planned_call(model)
-    return running if isinstance(running, Running) else None
+    return running if isinstance(running, PlannedModel) else None
 
 
 def plan_of(model: nn.Module) -> Plan:

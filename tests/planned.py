@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from planner.common.options import Budget, Search, picked
+from planner.common.options import Budget, Search, flat_name, picked
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.problem import Problem
@@ -17,7 +18,7 @@ from planner.plans.plan import Plan, PlanOrigin
 def make_problem(
     graph: TrainingGraph, costs: Sequence[OperationCost], host: Host | None = None, **budget: Any
 ) -> Problem:
-    return planning.make_problem(graph, costs, Budget(**budget), host=host)
+    return planning.make_problem(graph, costs, picked(Budget, budget), host=host)
 
 
 def make_plan(
@@ -30,6 +31,6 @@ def make_plan(
     **asked: Any,
 ) -> Plan:
     budget, search = picked(Budget, asked), picked(Search, asked)
-    assert asked.keys() <= {*Budget.__slots__, *Search.__slots__, "time_limit_seconds", "deterministic", "seed"}
+    assert asked.keys() <= {flat_name(option) for kind in (Budget, Search) for option in fields(kind)}
     problem = planning.make_problem(graph, costs, budget, host=host)
     return planning.make_plan(problem, search, origin=origin, static_memory=static_memory)

@@ -13,6 +13,8 @@ from torch import nn
 
 import cost_models
 import planner
+from planner.common.options import grouped
+from planner.extras.pipelines import plan_pipeline
 
 PLANS: dict[str, dict[str, Any]] = {
     "graph": {"runtime": "graph"},
@@ -65,21 +67,23 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_plan(name: str) -> planner.Plan:
-    return planner.plan(model(), inputs(), activation_budget=BUDGET, deterministic=True, name="toy", **PLANS[name])
+    return planner.plan(
+        model(), inputs(), name="toy", **grouped(activation_budget=BUDGET, deterministic=True, **PLANS[name])
+    )
 
 
 def reports(plan: planner.Plan, other: planner.Plan) -> dict[str, dict[str, Any]]:
     """Return what ``--json`` writes of questions that are asked of the toy and of its plans."""
     limits: dict[str, Any] = {"deterministic": True, "time_limit_seconds": 1.0}
     return {
-        "what_if": planner.what_if(model(), inputs(), points=4, **limits).report(),
-        "audit": planner.audit(model(), inputs(), current="every-layer", runtime="graph", **limits).report(),
+        "what_if": planner.what_if(model(), inputs(), budgets=4, **grouped(**limits)).report(),
+        "audit": planner.audit(model(), inputs(), current="every-layer", **grouped(runtime="graph", **limits)).report(),
         "explain": planner.explain(plan).report(),
         "diff": planner.diff(plan, other).report(),
         "check": planner.check(model(), inputs()).report(),
         "export": planner.export(plan, to="jax", study=planner.study(model(), inputs(), runtime="graph")).report(),
-        "pipeline": planner.plan_pipeline(
-            model(), inputs(), budget="1MiB", stages=2, micro_batches=2, **limits
+        "pipeline": plan_pipeline(
+            model(), inputs(), budget="1MiB", stages=2, micro_batches=2, **grouped(**limits)
         ).report(),
     }
 

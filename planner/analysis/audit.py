@@ -1,4 +1,4 @@
-"""What a present set-up of checkpointing costs, beside the best plans at its own peak and within a budget."""
+"""Compare a present checkpointing set-up with the best plans at its own peak and within a budget."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.json_reader import attributes
-from planner.common.options import LEAST_BYTES, Budget, Offload, Search, chunks_of
+from planner.common.options import LEAST_BYTES, Offload, Search, chunks_of
 from planner.common.registry import did_you_mean
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.evaluated import Evaluated, evaluate
-from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.plan_file import SCHEMA
+from planner.plans.comparison import Evaluated, evaluate
+from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
@@ -141,16 +140,15 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search) -> Plan:
     """Return the cheapest plan known within a budget, maybe the set-up: it may offload and round as that does."""
     fits = setup.peak_bytes <= budget_bytes
-    offload = Offload()
+    offload = Offload(False)
     if setup.host_bytes:
         offload = Offload(
-            offload=True,
             host_budget=setup.host_bytes,
-            offload_at_least=study.least_offloaded(setup.schedule),
-            offload_lossy=any(offload.lossy for offload in setup.schedule.offloads),
+            at_least=study.least_offloaded(setup.schedule),
+            lossy=any(offload.lossy for offload in setup.schedule.offloads),
         )
     try:
-        found = study.planned(Budget(budget=budget_bytes), replace(search, compare=False), offload)
+        found = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)
     except NoPlanFitsError as error:
         if not fits:
             raise

@@ -1,4 +1,4 @@
-"""What one plan does otherwise than another, from the two plan files alone."""
+"""Compare two plan files: settings, layers, and values that are saved in one and recomputed in the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from planner.common.options import chunks_of
 from planner.errors import UsageError
 from planner.ir.graph import named_by
 from planner.ir.layers import layer_among
-from planner.plans.plan import LayerPlacement, Plan
-from planner.plans.plan_file import SCHEMA
+from planner.plans.plan import SCHEMA, LayerPlacement, Plan
 from planner.plans.values import ValueRow
 
 _SHARED_AT_LEAST = 0.5

@@ -1,4 +1,4 @@
-"""Why a plan keeps or recomputes each value of a module, from the table of values that the plan carries."""
+"""Explain for each value of a module why a plan saves, recomputes or offloads it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from planner.common.registry import did_you_mean
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import UsageError
 from planner.ir.layers import is_within, layer_among, path_prefixes
-from planner.plans.plan import Plan
-from planner.plans.plan_file import SCHEMA
+from planner.plans.plan import SCHEMA, Plan
 from planner.plans.values import ValueRow, ValueTable
 
 _SAME = 1e-6
@@ -224,7 +223,7 @@ class _Reasons:
 
     def _price_of_dropping(self, row: ValueRow, seconds: float) -> str:
         cost = f"dropping it would free {format_bytes(row.size_bytes)} for {format_seconds(seconds)}"
-        runs = f", {row.again_runs} operations run again" if row.again_runs > 1 else ""
+        runs = f", {row.again_runs} operations recomputed" if row.again_runs > 1 else ""
         price = f" ({per_ms(row.size_bytes / seconds)}{runs})" if seconds > 0 else ""
         if self.lowest_price is None or seconds <= 0 or row.size_bytes / seconds > self.lowest_price * (1 + _SAME):
             return f"{cost}{price}, and the plan fits without that"
@@ -239,7 +238,7 @@ class _Reasons:
         if not row.needed:
             return "the backward does not read it, but what is recomputed is made from it"
         if self.largest[row.operation] is not row:
-            return f"its operation runs again for a larger result; this one frees {format_bytes(row.size_bytes)}"
+            return f"its operation is recomputed for a larger result; this one frees {format_bytes(row.size_bytes)}"
         kept_bytes = row.busiest_bytes + row.size_bytes
         if kept_bytes > self.plan.budget_bytes:
             over = format_bytes(kept_bytes - self.plan.budget_bytes)

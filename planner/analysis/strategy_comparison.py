@@ -1,4 +1,4 @@
-"""What established systems do with a step, each beside the best plan that is known at the same peak."""
+"""Compare strategies of established systems with the best known plans at the same peaks."""
 
 from __future__ import annotations
 
@@ -13,45 +13,13 @@ from planner.common.json_reader import attributes
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
-from planner.plans.plan_file import SCHEMA
+from planner.plans.comparison import Evaluated, cheapest_within, evaluate
+from planner.plans.plan import SCHEMA, ComparisonRow
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 
 NEAR = 0.03
 """Within so much of the step a way counts as near the best plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyRow:
-    """One strategy on a step; its name has the number that it was taken with, its note says what its figures leave out.
-
-    The peak is of the whole device, the optimizer's own step included, and overhead is recompute and waiting for
-    transfers over the step without them. Beside it stand the best plan that is known for this peak with as much of the
-    host's memory, which may be the strategy's own, and what is proven of all such plans: neither where values are
-    divided over devices, for plans are of one.
-    """
-
-    name: str
-    summary: str
-    peak_bytes: int
-    overhead: float
-    best_overhead: float | None
-    lower_bound_overhead: float | None
-    solver: str
-    """Who found the best plan; the strategy's name if nothing better is known."""
-    host_bytes: int = 0
-    note: str = ""
-
-    @property
-    def excess(self) -> float | None:
-        """What it pays more than the best plan."""
-        return None if self.best_overhead is None else self.overhead - self.best_overhead
-
-    @property
-    def gap(self) -> float | None:
-        """What it pays more than the lower bound."""
-        return None if self.lower_bound_overhead is None else self.overhead - self.lower_bound_overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +32,7 @@ class Established:
     torch: str
     baseline_peak_bytes: int
     baseline_step_seconds: float
-    rows: tuple[StrategyRow, ...]
+    rows: tuple[ComparisonRow, ...]
     absent: dict[str, str]
 
     def report(self) -> dict[str, Any]:
@@ -132,20 +100,19 @@ def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Establis
     )
 
 
-def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, seconds: float) -> StrategyRow:
+def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, seconds: float) -> ComparisonRow:
     """Set a strategy beside the best plan that is known, which may be itself."""
     best_seconds = None if best is None else min(best.added_seconds, found.added_seconds)
     bound_seconds = None if best is None or best_seconds is None else min(best.lower_bound_seconds, best_seconds)
-    return StrategyRow(
+    return ComparisonRow(
         name=found.name,
-        summary=strategy.summary,
         peak_bytes=found.peak_bytes,
         overhead=found.added_seconds / seconds,
         best_overhead=None if best_seconds is None else best_seconds / seconds,
         lower_bound_overhead=None if bound_seconds is None else bound_seconds / seconds,
         solver=best.solver if best is not None and best.added_seconds < found.added_seconds else found.name,
         host_bytes=found.host_bytes,
-        note=strategy.note,
+        reason=strategy.note,
     )
 
 

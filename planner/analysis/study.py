@@ -1,4 +1,4 @@
-"""A step captured and costed once, of which any number of plans can be asked."""
+"""A step, captured and costed once, for which any number of plans can be made."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
 from planner.analysis.compatibility import check_solver, check_strategy, offloading_runtime
 from planner.common.limits import Clock, SolveLimits
-from planner.common.options import LEAST_BYTES, Budget, Offload, Search, picked
+from planner.common.options import LEAST_BYTES, Budget, Offload, Search, group
 from planner.common.units import Size, format_bytes
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, host_of
 from planner.ir.in_place import InPlace
 from planner.ir.order import in_own_order
+from planner.ir.policy import Policy
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
-from planner.plans.blocks import whole_peak_bytes
-from planner.plans.from_solution import plan_from_solution
-from planner.plans.gap import GAP, PRICE
+from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
+from planner.plans.comparison import NO_BLOCKS, regions_of_blocks
+from planner.plans.from_solution import GAP, PRICE, plan_from_solution
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import make_plan, make_problem
 from planner.solvers.auto import AutoSolver
@@ -86,12 +85,14 @@ class Study:
         """Return the problem that a budget for the whole device poses: by default what the step takes unplanned."""
         if budget is None:
             budget = self._unplanned_bytes
-        return self.posed(Budget(budget=budget))
+        return self.posed(Budget(budget))
 
-    def posed(self, budget: Budget, host: Host | None = None) -> Problem:
-        """Return the problem that any budget poses, with a host's memory or without."""
+    def posed(self, budget: Budget, host: Host | None = None, policy: Policy | None = None) -> Problem:
+        """Return the problem that any budget poses, with a host's memory or without, and with what a policy decides."""
         whole = self.whole_bytes if budget.is_share else None
-        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole)
+        return make_problem(
+            self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole, policy=policy
+        )
 
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
@@ -101,9 +102,9 @@ class Study:
 
     def host_for(self, asked: Offload) -> Host | None:
         """Return the host memory that is asked for, None if nothing may be offloaded."""
-        if not asked.offload:
+        if not asked.enabled:
             return None
-        return self.host(asked.host_budget, asked.offload_at_least, lossy=asked.offload_lossy)
+        return self.host(asked.host_budget, asked.at_least, lossy=asked.lossy)
 
     def unlimited_host(self) -> Host | None:
         """Return the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
@@ -119,53 +120,56 @@ class Study:
 
     def plan(
         self,
+        budget: Budget | Size | None = None,
         *,
-        budget: Size | None = None,
-        activation_budget: Size | None = None,
-        at_least_bytes: int = 0,
-        strategy: str | None = None,
-        solver: str = "auto",
-        time_limit_seconds: float = 10.0,
-        deterministic: bool = False,
-        seed: int = 0,
-        offload: bool = False,
-        host_budget: Size | None = None,
-        offload_at_least: Size = LEAST_BYTES,
-        offload_lossy: bool = False,
-        compare: bool = True,
-        progress: Progress | None = None,
+        search: Search | str = "auto",
+        offload: Offload | bool = False,
+        policy: Policy | None = None,
     ) -> Plan:
-        """Plan the step; the keywords are those of :func:`planner.plan`, and ``at_least_bytes`` of ``Budget``."""
-        asked = locals()
-        return self.planned(picked(Budget, asked), picked(Search, asked), picked(Offload, asked), strategy)
+        """Plan the step, or write out what an established system does with it.
 
-    def planned(self, budget: Budget, search: Search, offload: Offload, strategy: str | None = None) -> Plan:
-        """Plan the step, or write out what an established system does with it."""
+        Parameters
+        ----------
+        budget : int, float, str or Budget
+            What the device may hold, what the step may allocate, or the strategy of an established system.
+        search : str or Search
+            How the plan is looked for.
+        offload : bool or Offload
+            Whether values may wait in the host's memory too.
+        policy : callable, optional
+            What decides single operations; see :func:`planner.plan`.
+
+        Returns
+        -------
+        Plan
+        """
+        budget, search, offload = Budget.of(budget), group(Search, search), group(Offload, offload)
         check_solver(self.origin.runtime, search.solver)
         if self.regions is not None:
             offloading_runtime("modules", offload)
-        check_strategy(strategy, self.origin.runtime, offload=offload.offload)
-        if strategy is not None:
+        if policy is not None and (self.regions is not None or budget.strategy is not None):
+            told = "a strategy" if budget.strategy is not None else "the runtime 'modules', which recomputes modules,"
+            raise RuntimeUnsupportedError(f"{told} follows no policy: a policy decides single operations of a graph")
+        check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled)
+        if budget.strategy is not None:
             return self.as_plan(
-                self.strategy(strategy),
-                strategy,
-                budget=budget.budget,
-                activation_budget=budget.activation_budget,
+                self.strategy(budget.strategy),
+                budget.strategy,
+                budget=budget,
                 bound_by=search if search.compare else None,
                 compare=search.compare,
                 progress=search.progress,
             )
         host = self.host_for(offload)
         step = self.for_host(host)
-        return make_plan(step.posed(budget, host), search, origin=step.origin, static_memory=step.static_memory)
+        return make_plan(step.posed(budget, host, policy), search, origin=step.origin, static_memory=step.static_memory)
 
     def as_plan(
         self,
         schedule: Schedule,
         name: str,
         *,
-        budget: Size | None = None,
-        activation_budget: Size | None = None,
+        budget: Budget | Size | None = None,
         lower_bound_seconds: float = 0.0,
         bound_by: SolveLimits | None = None,
         compare: bool = False,
@@ -182,8 +186,8 @@ class Study:
         needed_bytes = max(
             whole_peak_bytes(alone, schedule, self.static_memory), optimizer_peak_bytes(self.graph, self.static_memory)
         )
-        asked = Budget(budget=budget, activation_budget=activation_budget)
-        problem = self.posed(asked if asked.is_given else Budget(budget=needed_bytes))
+        asked = Budget.of(budget)
+        problem = self.posed(asked if asked.is_given else Budget(needed_bytes))
         budget_bytes = problem.budget_bytes + static_bytes
         if needed_bytes > budget_bytes:
             raise InfeasibleBudgetError(

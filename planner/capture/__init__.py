@@ -1,5 +1,5 @@
 """Torch in: a model's step as one joint graph, as a recorded eager step, or block by block."""
 
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 
 __all__ = ["fake_mode"]

@@ -1,4 +1,4 @@
-"""Branches that a forward takes by what its inputs hold: labels in range, say, or a padding mask that hides nothing.
+"""Specialize a captured program on branches that depend on input values, which every call checks.
 
 A traced program cannot look at data. While it is captured, the condition of such a branch is computed from the inputs
 at hand, and the branch that eager would take is taken. Each call computes the conditions first: one in which another
@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from planner.capture.joint import sources
 from planner.capture.masks import AssumptionBrokenError, named, writes
-from planner.capture.random_states import RandomStates, random_states_kept
+from planner.capture.state_restore import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, storage_id, version_of
 from planner.capture.tracing_internals import deciding, given_to, is_drawn_on_host, kept_by_tracing
 from planner.errors import CaptureError

@@ -1,4 +1,4 @@
-"""What torch and Python do beside a capture and nobody asked for; private torch APIs, tried by tests/capture."""
+"""Speed up captures: no garbage collection, no unread logs, memoized symbolic sizes; private torch APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention kernel CUDA would run, traced where there is no CUDA.
+"""Choose the attention kernel that CUDA would run, while tracing where there is no CUDA.
 
 A step that is captured on a CPU gets the CPU's attention: other saved tensors, and with dropout
 no fused kernel at all. For a plan of a GPU that is not here the call is replaced by the operator

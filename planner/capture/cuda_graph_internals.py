@@ -1,4 +1,4 @@
-"""Kernels that are captured once and launched by one call: private torch APIs around CUDA graphs.
+"""Capture kernels into CUDA graphs and replay them: private torch APIs around CUDA graphs.
 
 ``tests/cuda/test_cuda_graphs.py`` tries them. A graph reads and writes where it did when it was captured. Its memory is
 that of a pool, which lives as long as one of its graphs, and from which nothing else is allocated.
@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from planner.capture.device import entered
 from planner.capture.operands import multiply_both_ways
-from planner.capture.torch_internals import VERSION, run_and_save_rng_state, run_with_rng_state
+from planner.capture.torch_internals import VERSION, entered, run_and_save_rng_state, run_with_rng_state
 from planner.errors import RuntimeUnsupportedError
 
 GENERATORS_REGISTER_THEMSELVES = VERSION >= (2, 14)

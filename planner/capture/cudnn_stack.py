@@ -1,4 +1,4 @@
-"""Stacks of recurrent layers on CUDA: cuDNN runs all layers, and dropout between them, as one operation.
+"""Run stacks of recurrent layers on CUDA as one cuDNN operation, dropout between layers included.
 
 Torch's operator says of fake tensors that nothing is kept for the backward, writes into what is kept while it
 differentiates, and draws dropout from a state of cuDNN's own, which it seeds from the device's generator. So a captured
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.target_device import is_elsewhere
+from planner.capture.target_device import is_for_target_device
 from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
 from planner.capture.torch_internals import hint_of, outside_tracing, run_composite
 
@@ -36,7 +36,7 @@ def takes_cudnn(x: Tensor, parameters: Sequence[Tensor]) -> bool:
 
     Not so under autocast, where cuDNN gets weights in 16 bits that are packed anew in every call.
     """
-    on_cuda = is_elsewhere() or all(t.device.type == "cuda" for t in (x, *parameters))
+    on_cuda = is_for_target_device() or all(t.device.type == "cuda" for t in (x, *parameters))
     plain = x.numel() != 0 and x.dtype in _TYPES and all(p.dtype == x.dtype for p in parameters)
     return on_cuda and plain and torch.backends.cudnn.enabled and not torch.is_autocast_enabled("cuda")
 

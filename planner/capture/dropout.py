@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.target_device import is_elsewhere
+from planner.capture.target_device import is_for_target_device
 from planner.capture.torch_internals import outside_tracing
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def dropout(x: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
     """Drop as a step is to be traced; where nothing is dropped give what came, as eager does, and not a copy of it."""
     if not train or not p:
         return x
-    if x.device.type == "cpu" and not is_elsewhere() and isinstance(p, float) and p < 1:
+    if x.device.type == "cpu" and not is_for_target_device() and isinstance(p, float) and p < 1:
         with outside_tracing():
             scale = torch.ones((), dtype=x.dtype).div_(1 - p).item()
             is_as_eager = scale == torch.tensor(1 / (1 - p), dtype=x.dtype).item()

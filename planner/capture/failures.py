@@ -1,4 +1,4 @@
-"""What torch raises while it captures, said in one line: what is wrong, and at which line of the user's."""
+"""Explain in one line, with the line of user code, why torch could not capture a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from planner.capture.fake_internals import without_logs_of_errors
-from planner.capture.parallel import sharded_inside
+from planner.capture.model_facts import sharded_inside
 from planner.capture.provenance import is_library, short_path
 from planner.capture.torch_internals import BatchNorm, TorchDynamoException, Unsupported, depends_on_data
 from planner.errors import CaptureError, ForwardError, PlannerError

@@ -1,17 +1,22 @@
-"""Tensors without data: what torch keeps to itself of its fake tensors; private torch APIs, tried by tests/capture."""
+"""Fake tensors: their modes, constants and logs; private torch APIs, tried by tests/capture."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._sympy.printers import PythonPrinter
+
+from planner.capture.torch_internals import in_memory
 
 
 def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
@@ -20,22 +25,17 @@ def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
     return [] if shapes is None else [shapes.replace(guard.expr) for guard in shapes.guards]
 
 
-def without_data(
-    mode: FakeTensorMode,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: torch.Tensor | None = None,
-    offset: int = 0,
-) -> FakeTensor:
-    """Return a fake tensor, on some elements of ``memory`` or on its own; torch's own way takes twenty times as long.
+def python_code(expression: Any) -> str:
+    """Return an expression in symbols of sizes as Python has it."""
+    code: str = PythonPrinter().doprint(expression)
+    return code
 
-    ``memory`` is flat, and on the device ``meta``.
-    """
-    if memory is None:
-        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
-    return FakeTensor(mode, torch.as_strided(memory, shape, strides, offset), device)
+
+def without_data(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """Return a fake tensor on memory of its own; torch's own way takes twenty times as long."""
+    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
 
 
 def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -> FakeTensor:
@@ -47,12 +47,12 @@ def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -
 
 
 @contextmanager
-def fake_calls_by(run: Callable[[FakeTensorMode, Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let every call on fake tensors be run by ``run``: it gets mode, operator, arguments, keywords, and the way on."""
+def fake_calls_by(run: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let every call on fake tensors be run by ``run``: it gets operator, arguments, keywords, and the way on."""
     dispatch = FakeTensorMode.dispatch
 
     def by_run(mode: FakeTensorMode, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(mode, function, args, kwargs or {}, lambda: dispatch(mode, function, types, args, kwargs or {}))
+        return run(function, args, kwargs or {}, lambda: dispatch(mode, function, types, args, kwargs or {}))
 
     with patch.object(FakeTensorMode, "dispatch", by_run):
         yield
@@ -80,3 +80,24 @@ def without_logs_of_errors() -> Iterator[None]:
 
 def _is_other(begins: str, record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(begins)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which models and inputs are built without memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
+    """Return the fake mode that some of the tensors are of, or a new one."""
+    local = map(in_memory, tensors)
+    return next((tensor.fake_mode for tensor in local if isinstance(tensor, FakeTensor)), None) or fake_mode()
+
+
+def is_fake(model: nn.Module) -> bool:
+    """Whether a model was built under a fake mode."""
+    return any(map(is_without_data, chain(model.parameters(), model.buffers())))
+
+
+def is_without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or this rank's part of one, is fake."""
+    return isinstance(in_memory(tensor), FakeTensor)

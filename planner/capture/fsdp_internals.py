@@ -1,4 +1,4 @@
-"""How ``fully_shard`` was told to shard a model, as far as that decides what a rank holds, and the model without it."""
+"""Read how ``fully_shard`` shards a model, and run it unsharded on fake tensors; private torch APIs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 from planner.capture.sharding import GATHERED, ROOT, SHARES, WHOLE, Found, Parameter, Unit
 from planner.capture.torch_internals import other_state
 from planner.ir.layers import is_within

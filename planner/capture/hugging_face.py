@@ -1,4 +1,4 @@
-"""Lets Hugging Face's models do in a capture, or on fake tensors, what they do in eager with data.
+"""Let Hugging Face models skip masks and install output hooks under capture as they do in eager.
 
 Eager decoders look for padding and for packed sequences, and build no mask where there are none. On
 fake tensors they cannot look, so a step that is followed there would hold masks that the real one

@@ -1,4 +1,4 @@
-"""Which operations can write over an input, and how they are called for it.
+"""Find operations that can write their result over an input, and their in-place forms.
 
 The numbers must be those of a result made anew. They are where each element is computed from the elements at its own
 place, which torch's tag ``pointwise`` says; in softmax and its backward on a CPU, which go row by row and read a row

@@ -1,4 +1,4 @@
-"""Every touch of Inductor's private parts; :mod:`planner.capture.torch_internals` is for the rest of torch.
+"""Draft and compile graphs with Inductor: every touch of its private parts.
 
 Inductor is asked twice for the same graph: for a draft, whose code runs on fake tensors and shows what
 it allocates and frees, and then, where that keeps the budget, for the code with its kernels.

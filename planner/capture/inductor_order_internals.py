@@ -1,4 +1,4 @@
-"""Keeps Inductor from computing later than planned what then holds more memory.
+"""Keep Inductor from moving computation to where it would hold more memory than planned.
 
 Inductor writes an elementwise operation into whatever reads it, and makes one call of a product and a sum that reads
 it. Both move what is computed to its reader. Where the plan has library calls in between, all that it reads waits

@@ -1,9 +1,10 @@
-"""One call's arguments, and what is resident around it."""
+"""Example inputs of a call, checks of model and inputs before a capture, and the bytes resident around a step."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.capture.device import check_one_device
+from planner.capture.fake_internals import fake_mode
+from planner.capture.model_facts import check_not_distributed, has_distributed_tensors
 from planner.capture.module_internals import has_full_backward_hooks
-from planner.capture.parallel import check_not_distributed, has_distributed_tensors
-from planner.capture.torch_internals import in_memory, storage_id
+from planner.capture.torch_internals import in_memory, other_state, storage_id
 from planner.capture.trees import mapped, tensors_in
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError, UsageError
@@ -36,7 +37,15 @@ def _is_object(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Positional and keyword arguments of one call of the model."""
+    """Positional and keyword arguments of one call of the model.
+
+    Parameters
+    ----------
+    args : tuple
+        Positional arguments.
+    kwargs : dict
+        Keyword arguments.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -127,6 +136,20 @@ def check_model(model: Any, *, may_be_sharded: bool = False) -> None:
     check_module(model)
     check_not_distributed(model, may_be_sharded=may_be_sharded)
     check_one_device(model)
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Raise a UsageError for a model over several devices; numbers on the CPU may go with tensors on a GPU."""
+    places: dict[torch.device, str] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.is_meta and (tensor.dim() or tensor.device.type != "cpu"):
+            places.setdefault(tensor.device, name)
+    if len(places) > 1:
+        listed = [f"{name!r} is on {device}" for device, name in places.items()]
+        raise UsageError(
+            f"the model is spread over several devices: {', '.join(listed)}. A plan is for one: move the model there, "
+            "or plan its parts one by one"
+        )
 
 
 def check_module(model: Any) -> None:
@@ -286,3 +309,33 @@ def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: 
             seen.add(storage)
             total += round_up(in_memory(tensor).untyped_storage().nbytes(), alignment_bytes)
     return total
+
+
+@contextmanager
+def placed(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
+    """Let a model on the meta device be where its other inputs are, else on an accelerator, else on the CPU.
+
+    Gives the inputs, those on the meta device placed too. The model has its own tensors back when the context ends.
+    Inputs on the meta device for a model that is not there are left alone: they are a mistake, and checked elsewhere.
+    """
+    if not any(tensor.is_meta for tensor in state_of(model).values()):
+        yield inputs
+        return
+    on_meta = {id(t): t for t in (*state_of(model).values(), *inputs.tensors()) if t.is_meta}
+    device = next((t.device for t in inputs.tensors() if not t.is_meta), None) or _accelerator()
+    with fake_mode():
+        there = {key: _like(tensor, device) for key, tensor in on_meta.items()}
+    state = {name: there[id(tensor)] for name, tensor in state_of(model).items() if id(tensor) in there}
+    with other_state(model, state):
+        yield inputs.map_tensors(lambda tensor: there.get(id(tensor), tensor))
+
+
+def _accelerator() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""The joint graph that AOTAutograd hands over, and facts about its nodes."""
+"""The joint graph of forward and backward from AOTAutograd, and predicates on its nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.target_device import Elsewhere
+from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import (
     FakeTensor,
     ForwardTokenAOTInput,
@@ -31,6 +31,9 @@ _ATTENTION_DROPOUT_ARGUMENT = {
 }
 _DROPOUT_OF_RNN = 6
 
+
+DEFERRED = "deferred"
+"""In a node's metadata: it is of a second part of the backward. In the output's: which gradients that part gives."""
 
 Reach = tuple[list[int], list[frozenset[int]]]
 """Raw output of each tangent, and for the gradient of each tensor the tangents that it depends on."""
@@ -54,7 +57,7 @@ class JointGraph:
     """Whether nothing in the graph may write into what it has made: Inductor wants it so."""
     outside_bytes: tuple[int, ...] = ()
     """Gradients that autograd handles outside: of outputs that are views of each other, or of inputs."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: TargetDevice | None = None
     """The device that it was captured for, where that is not here."""
     varies: bool = False
     """Whether sizes or numbers of a call vary in it, so that each has a plan of its own."""
@@ -134,6 +137,11 @@ def run_on_recorded(node: fx.Node) -> Any:
     """Run a call once more on what was recorded of its arguments."""
     args, kwargs = values_of((node.args, node.kwargs))
     return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def is_deferred(node: fx.Node | None) -> bool:
+    """Whether a node is of a second part of the backward, which runs when somebody asks for it."""
+    return node is not None and DEFERRED in node.meta
 
 
 def is_random(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""From a model and example inputs to one joint graph of forward and backward, for planning and for running.
+"""Capture a model's forward and backward as one joint graph, for planning and for running.
 
 Dynamo captures the call, AOTAutograd traces it, and our partition function receives the joint graph. Planning stops
 there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.graphs`` writes.
@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -26,20 +26,19 @@ from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
+from planner.capture.fake_internals import is_without_data, mode_of
+from planner.capture.fake_kernels import eager_results, kernel_types
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
-from planner.capture.kernel_dtypes import types_as_kernels_take
-from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
-from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
-from planner.capture.state_restore import put_back
-from planner.capture.target_device import Elsewhere, meant
+from planner.capture.state_restore import put_back, random_states_kept
+from planner.capture.target_device import TargetDevice, meant
 from planner.capture.torch_internals import (
     GUARDS_PARAMETERS,
     Compiler,
@@ -51,7 +50,6 @@ from planner.capture.torch_internals import (
     call_implementation,
     dynamo_settings,
     hint_of,
-    in_memory,
     is_drawn,
     other_state,
     storage_id,
@@ -73,17 +71,6 @@ class Stopped(BaseException):
 
     def __str__(self) -> str:
         return "stopped"  # torch notes it down, and every tensor of the result would be printed
-
-
-def fake_mode() -> FakeTensorMode:
-    """Return a mode in which models and inputs are built without memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
-    """Return the fake mode that some of the tensors are of, or a new one."""
-    local = map(in_memory, tensors)
-    return next((tensor.fake_mode for tensor in local if isinstance(tensor, FakeTensor)), None) or fake_mode()
 
 
 @contextmanager
@@ -237,7 +224,7 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quiet, typed = nothing_beside(), types_as_kernels_take()
+        quiet, typed = nothing_beside(), kernel_types()
         with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, drawing(), deciding, typed, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
@@ -381,7 +368,7 @@ class Backend:
     nothing requires gradients."""
     make_program: MakeProgram | None = None
     """Makes what runs at some sizes of a program with symbolic ones; by default what ``partition`` gives for them."""
-    elsewhere: Elsewhere | None = None
+    elsewhere: TargetDevice | None = None
     """The device that the step is for, where that is not here."""
     assume: bool = True
     """Whether a mask may be left out for inputs that hold the same values as those at hand; other values then end in
@@ -424,31 +411,19 @@ class Backend:
         def partition(
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            for node in joint.graph.nodes:
-                node.target = meant(node.target)
-            graph = eliminate_common_subexpressions(joint.graph)
             backend = own()
             assert backend is not None
-            functional = backend.compiler is not aot_backend
-            assumes = assumption.names if assumption else ()
-            outside_bytes = gradients_outside(narrowed, differentiable)
-            captured = JointGraph(
+            captured = backend.captured(
                 joint,
-                graph,
                 num_fwd_outputs,
-                list(tensors),
-                assumes,
-                functional,
-                outside_bytes,
-                backend.elsewhere,
+                inputs=list(tensors),
+                assumes=assumption.names if assumption else (),
+                outside_bytes=gradients_outside(narrowed, differentiable),
                 varies=programs is not None,
                 branches=branches.taken if branches else (),
                 capture_seconds=time.perf_counter() - begun,
             )
             joints.append(captured)
-            _check_strided(captured)
-            _check_stay(captured)
-            _check_apart(captured)
             if programs is not None:
                 return programs.captured(captured)
             forward, backward = backend.partition(captured)
@@ -457,7 +432,7 @@ class Backend:
             return forward, backward
 
         # Inductor compiles what tracing makes.
-        with as_eager_runs(self.elsewhere) if self.compiler is aot_backend else nullcontext():
+        with eager_results(self.elsewhere) if self.compiler is aot_backend else nullcontext():
             if programs is None:
                 halves = [runs.forward, runs.backward] if runs is not None else []
                 run: Callable[..., Any] = self.compiler(partition, *halves)(narrowed, example_inputs)
@@ -468,6 +443,19 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under([each for each in (branches, assumption) if each], run)
+
+    def captured(self, joint: fx.GraphModule, num_forward_outputs: int, **facts: Any) -> JointGraph:
+        """Return a joint graph with equal operations merged; UnsupportedModelError for what no plan can hold."""
+        for node in joint.graph.nodes:
+            node.target = meant(node.target)
+        graph, functional = eliminate_common_subexpressions(joint.graph), self.compiler is not aot_backend
+        captured = JointGraph(
+            joint, graph, num_forward_outputs, functional=functional, elsewhere=self.elsewhere, **facts
+        )
+        _check_strided(captured)
+        _check_stay(captured)
+        _check_apart(captured)
+        return captured
 
 
 class _SharedCapture(Backend):
@@ -581,13 +569,3 @@ def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -
     narrowed = fx.GraphModule(graph_module, graph)
     narrowed.meta = graph_module.meta
     return narrowed
-
-
-def is_fake(model: nn.Module) -> bool:
-    """Whether a model was built under a fake mode."""
-    return any(map(is_without_data, state_of(model).values()))
-
-
-def is_without_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or this rank's part of one, is fake."""
-    return isinstance(in_memory(tensor), FakeTensor)

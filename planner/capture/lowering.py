@@ -1,4 +1,4 @@
-"""From a joint fx graph to a :class:`~planner.ir.graph.TrainingGraph`; alone in reading fx metadata.
+"""Lower a joint fx graph to a :class:`~planner.ir.graph.TrainingGraph`; alone in reading fx metadata.
 
 Views are merged into the storage that they look at, a multi-output operation and its
 ``getitem`` nodes become one operation, and what is resident (parameters, buffers, inputs) is left
@@ -8,6 +8,7 @@ out. The tables that lead back from operations and values to fx nodes go to ``pl
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -37,8 +38,10 @@ from planner.capture.joint import (
     tensors_of,
     values_of,
     weight_copies,
+    writes_statistics,
 )
-from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
+from planner.capture.operands import is_opaque
+from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, OpOverload, storage_id
 from planner.errors import UnsupportedModelError
 from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.graph import ACCUMULATE_TARGET, Phase, TrainingGraph
@@ -60,8 +63,6 @@ class LoweredGraph:
     """For each node the values that its output looks at; resident storages are left out."""
     alias_nodes: set[fx.Node] = field(default_factory=set)
     """Nodes that cost nothing: views and ``getitem``."""
-    fingerprinted: TrainingGraph | None = None
-    """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
     is_eager: bool = False
     """Whether operations are those of a recorded step, which runs the model's own calls."""
     parts: Mapping[fx.Graph, LoweredGraph] = field(default_factory=dict)
@@ -267,3 +268,74 @@ class _Lowering(GraphBuilder[fx.Node]):
             makes.append(self.add_value("gradient that is copied", -(-copies.working_bytes // shards), kind="gradient"))
         reads = (value for position in copied for value in self.storage_of[pairs[position][1]])
         self.add(ACCUMULATE_TARGET, reads, makes, name="accumulate", recomputable=False)
+
+
+_PURE = ("aten", "prims")
+"""Whose operators do nothing but what their schemas and tags say."""
+
+
+def runs_after(lowered: LoweredGraph) -> dict[int, tuple[int, ...]]:
+    """Return, for operations by index, earlier ones that must stay before them; O(nodes + arguments).
+
+    No value need pass between them: both draw random numbers, talk to other processes, are not torch's own, write into
+    memory that the other reads or writes (parameters, buffers and inputs are no values), or one makes a number that the
+    other takes. What follows from others is left out: of three that draw, the third names the second.
+    """
+    index_of = {node: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
+    after: defaultdict[int, set[int]] = defaultdict(set)
+    chained: int | None = None
+    wrote: dict[int, int] = {}
+    read_since: defaultdict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(lowered.operation_nodes):
+        if node is None:
+            # Autograd runs it: once all is there, or between forward and backward, which is where it stays anyway.
+            after[index].update(range(index))
+            continue
+        after[index].update(_sources_of_numbers(lowered, node, index_of))
+        if _is_chained(node):
+            if chained is not None:
+                after[index].add(chained)
+            chained = index
+        written = _storages(_written(node))
+        for storage in _storages(node.all_input_nodes):
+            if storage in wrote:
+                after[index].add(wrote[storage])
+            if storage in written:
+                after[index].update(read_since.pop(storage, ()))
+                wrote[storage] = index
+            else:
+                read_since[storage].append(index)
+    return {index: tuple(sorted(earlier)) for index, earlier in after.items() if earlier}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a node may write into."""
+    if mutates(node):
+        return node.all_input_nodes
+    statistics = node.args[3:5] if writes_statistics(node) else ()
+    return [argument for argument in statistics if isinstance(argument, fx.Node)]
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    return {storage_id(tensor) for node in nodes for tensor in tensors_of(node)}
+
+
+def _is_chained(node: fx.Node) -> bool:
+    """Whether an operation does more than its results and what it writes into tell."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in _PURE or is_opaque(target):
+        return True
+    return is_random(node) or is_collective(node)
+
+
+def _sources_of_numbers(lowered: LoweredGraph, node: fx.Node, index_of: dict[fx.Node, int]) -> set[int]:
+    """Return the operations that make what a node is called with and that is no tensor of the step."""
+    found: set[int] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in index_of and not lowered.storage_of.get(source):
+            found.add(index_of[source])
+        elif source in lowered.alias_nodes:
+            stack.extend(source.all_input_nodes)
+    return found

@@ -1,4 +1,4 @@
-"""Attention masks that tracing writes out, given back as the flags that eager passes to the kernel.
+"""Replace attention masks in a captured program by the flags that eager passes to the kernel.
 
 Whether a mask is needed at all can depend on data: Hugging Face decoders look for padding and for
 packed sequences, and pass a causal flag where there are none. A traced program cannot look, so it
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from planner.capture.joint import sources
-from planner.capture.random_states import RandomStates, random_states_kept
+from planner.capture.state_restore import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, hint_of
 from planner.errors import PlannerError
 

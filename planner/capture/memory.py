@@ -1,4 +1,4 @@
-"""Peak memory of running code, measured."""
+"""Measure the peak memory of running code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs as ``torch.compile`` hands them to a backend: a part of what a model runs, with parameters among its inputs.
+"""Graphs that ``torch.compile`` hands to a backend, prepared to be captured again.
 
 They are captured anew outside of Dynamo, on tensors without data, as often as they are planned.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 from planner.capture.torch_internals import uncompiled
 
 

@@ -1,4 +1,4 @@
-"""The call of a wrapped model, for itself and where something that is being compiled contains it.
+"""Install a planned step as a module's call, also inside code that others compile.
 
 Dynamo follows a module's ``forward``, whatever was installed in place of its call. An attribute ``forward`` of the
 module's own changes that: Dynamo has guards on it, so what was compiled before is compiled anew, and then goes through
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from planner.capture.parallel import has_several_ranks
+from planner.capture.model_facts import compiled_parts, has_several_ranks
 from planner.capture.state_restore import put_back, written_back
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
 from planner.capture.trees import tensors_in
@@ -122,12 +122,6 @@ def planned_call(module: nn.Module) -> Any:
     return getattr(installed_call(module), "call", None)
 
 
-def compiled_parts(model: nn.Module) -> list[str]:
-    """Return the names of a model's parts that their own ``compile()`` compiled."""
-    named = ((name, part) for name, part in model.named_modules() if part is not model)
-    return [name for name, part in named if installed_call(part) is not None and planned_call(part) is None]
-
-
 def remove_planned_call(module: nn.Module) -> None:
     """Let ``module(...)`` run its own call again, unless something else was installed meanwhile."""
     if _is_marked(module):
@@ -182,3 +176,38 @@ def _check_not_compiled(module: nn.Module) -> None:
             f"{type(module).__name__} was wrapped by planner.auto_wrap, and then compiled by its compile(), which runs "
             "no plan: leave compile() out, or unwrap, and call it with backend=planner.backend(budget=...)"
         )
+
+
+@contextmanager
+def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules run something else in place of their ``forward``; their hooks stay around it.
+
+    Code that a module's own ``compile()`` made is of its ``forward``, and does not run meanwhile.
+    """
+    before = {module: vars(module).get("forward") for module in replacing}
+    compiled = {module: call for module in replacing if (call := installed_call(module)) is not None}
+    for module in compiled:
+        install_call(module, None)
+    for module, forward in replacing.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            install_call(module, call)
+        for module, own in before.items():
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
+
+
+@contextmanager
+def calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``module(...)`` run ``call`` for as long as the context lasts."""
+    before = installed_call(module)
+    install_call(module, call)
+    try:
+        yield
+    finally:
+        install_call(module, before)

@@ -1,4 +1,4 @@
-"""One captured program with symbolic sizes, and for each sizes that it was called with a forward and a backward.
+"""Run one captured program with symbolic sizes, by a forward and a backward for each set of sizes.
 
 AOTAutograd wraps the program once, whatever its sizes: views, gradients and autocast are its business. What it takes
 for the compiled forward and backward looks up those of the sizes at hand. The forward saves a number by which the
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from planner.capture.expressions import symbol_of
 from planner.capture.joint import JointGraph
-from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbols_of_sizes
+from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbol_of, symbols_of_sizes
 from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbolic_kernels
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
@@ -55,6 +54,18 @@ class RunsHalves(Protocol):
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward."""
+        ...
+
+
+class DeferredBackward(Protocol):
+    """What runs a part of each backward of a module later, when somebody asks for it."""
+
+    def mark(self, joint: JointGraph, model: nn.Module) -> None:
+        """Move that part to the end of the joint graph; see :data:`planner.capture.joint.DEFERRED`."""
+        ...
+
+    def step(self) -> RunsHalves:
+        """Return what runs the halves of one program, all but that part of the backward."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Where a node of the joint graph comes from: module path, source line, and a stable key."""
+"""Module path and source line of each node of the joint graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers as eager runs them: dropout between them, and oneDNN's LSTM on a CPU.
+"""Keep recurrent layers as eager runs them: dropout between layers, and oneDNN's LSTM on a CPU.
 
 Torch's decompositions, through which a traced program goes, lack both: a stack of layers comes out
 without its dropout, and every LSTM is unrolled over time. So in a captured program each call of a
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from planner.capture.cudnn_stack import run_stack, takes_cudnn
-from planner.capture.target_device import is_elsewhere
+from planner.capture.target_device import is_for_target_device
 from planner.capture.torch_internals import has_onednn, hint_of, outside_tracing
 
 _STACKS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -74,7 +74,7 @@ def _is_for_onednn(x: Tensor, state: Any, parameters: Sequence[Tensor], has_bias
     casts = torch.is_autocast_enabled("cpu")
     alike = all(t.device.type == "cpu" and (casts or t.dtype == x.dtype) for t in tensors)
     plain = has_biases and state[0].shape[2] == state[1].shape[2] and x.numel() != 0
-    return alike and plain and has_onednn(x.dtype) and not is_elsewhere()
+    return alike and plain and has_onednn(x.dtype) and not is_for_target_device()
 
 
 def _onednn_layer(

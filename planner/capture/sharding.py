@@ -1,4 +1,4 @@
-"""What FSDP2 does around units that are sharded one by one: gathers, frees, and spreads gradients.
+"""Add FSDP2's memory to a step: all-gathers, resharding and reduce-scatters of its units.
 
 This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default prefetching: in
 the forward the buffer of one gather lives until the next unit is gathered; in the backward the next block is gathered
@@ -187,7 +187,7 @@ class Sharding:
         elif is_entered:
             self.before_backward(path)
         else:
-            self.after_backward(path, input_has_gradient=True)
+            self.after_backward(path)
 
     def before_forward(self, path: str) -> None:
         """Gather a unit that is not."""
@@ -217,10 +217,6 @@ class Sharding:
         self._add("free the last gather", ROOT, self.last_gathered)
         self.last_gathered = []
 
-    def begin_backward(self) -> None:
-        """Gather the last unit ahead: the model's own hook does so as soon as the loss has its gradient."""
-        self.before_backward(ROOT)
-
     def before_backward(self, path: str) -> None:
         """Gather a unit that is not, and the one whose backward comes next."""
         if path not in self.units:
@@ -233,9 +229,9 @@ class Sharding:
         for other in self.order[max(place - 1, 0) : place] if ahead is None else ahead:
             self._all_gather(other)
 
-    def after_backward(self, path: str, *, input_has_gradient: bool) -> None:
+    def after_backward(self, path: str) -> None:
         """Spread a unit's gradients, or keep them; where its input needs none, that waits for the backward's end."""
-        if path in self.units and input_has_gradient:
+        if path in self.units:
             self._complete(path)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Follows the storages of code that runs: what makes each, how large it is, and when it is freed.
+"""Record the storages that running code allocates: maker, size and lifetime.
 
 One dispatch mode gives every storage its number. Whoever needs more derives from it: :class:`PeakRecorder` adds up
 what is alive at a time, :class:`StepRecorder` writes down what runs.
@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.call_nodes import CallNodes
-from planner.capture.kernel_dtypes import refuse_types
-from planner.capture.kernel_layouts import as_kernel_gives
+from planner.capture.fake_kernels import kernel_result
+from planner.capture.operands import CallNodes
 from planner.capture.target_device import meant
 from planner.capture.torch_internals import (
     OpOverload,
@@ -250,6 +249,17 @@ class Run:
         return {"source": self.source, "flops": self.flops, "moved_bytes": self.moved_bytes, **described}
 
 
+@dataclass(kw_only=True)
+class Turn(Run):
+    """The moment at which the forward or backward of FSDP2's unit ``module`` begins, or ends: no operator runs."""
+
+    is_entered: bool
+
+
+def _unit_boundary() -> None:
+    """Stand for no operator, in the node of a :class:`Turn`."""
+
+
 def _sparse_flops(args: Any, kwargs: Any) -> int:
     """Count what is computed with sparse tensors: each of their elements is multiplied by a row of what is dense."""
     elements = sum(strided_parts(tensor)[-1].numel() for tensor in sparse_in((args, kwargs)))
@@ -307,8 +317,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down."""
-        refuse_types(function, args, kwargs)
-        result = as_kernel_gives(function, args, kwargs, self.run(function, args, kwargs))
+        result = kernel_result(function, args, kwargs, lambda: self.run(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result
 
@@ -359,3 +368,11 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     def source(self) -> str:
         """Return the line of the user's code that runs; ``""`` where nobody asks for it."""
         return ""
+
+    def turn(self, unit: str, *, is_entered: bool) -> None:
+        """Note that the forward or backward of a unit of FSDP2 begins, or ends."""
+        node = self._nodes.node(_unit_boundary, (), {}, ())
+        nothing: dict[str, Any] = {"reads": (), "makes": (), "writes": (), "writes_resident": False}
+        self.events.append(
+            Turn(node=node, module=unit, source="", flops=0, moved_bytes=0, is_entered=is_entered, **nothing)
+        )

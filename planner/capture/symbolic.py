@@ -1,4 +1,4 @@
-"""From a step that was captured with symbolic sizes to the step of given sizes, as a capture at these sizes gives it.
+"""Replace symbolic sizes in a captured joint graph by the sizes of a call.
 
 What was computed from sizes becomes a number, and every operator runs once more on fake tensors of these sizes: so
 layouts, copies and views are what its own rules say, and nothing is derived from formulas.
@@ -6,9 +6,12 @@ layouts, copies and views are what its own rules say, and nothing is derived fro
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.expressions import Numbers, evaluated, expression_of, number_of, symbol_of
-from planner.capture.fake_internals import guards_on_sizes
+from planner.capture.fake_internals import guards_on_sizes, python_code
+from planner.capture.fake_kernels import eager_results
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
-from planner.capture.kernel_layouts import as_eager_runs
 from planner.capture.torch_internals import outside_autocast
 from planner.common import timings
 from planner.errors import PlannerError
@@ -109,7 +111,7 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
     """
     numbers = bound(joint, given)
     # Gradients and casts are operations of the program already.
-    with fake_mode_of(joint.graph), torch.no_grad(), outside_autocast(), as_eager_runs(joint.elsewhere):
+    with fake_mode_of(joint.graph), torch.no_grad(), outside_autocast(), eager_results(joint.elsewhere):
         try:
             graph = _AtSizes(joint, given, numbers).run()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -302,3 +304,59 @@ def _takes_all(target: Any, args: Sequence[Any]) -> bool:
 def _is_dynamic(tensor: Tensor) -> bool:
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     return any(isinstance(number, torch.SymInt) for number in numbers)
+
+
+_KEPT = 2**14
+"""How many functions are kept: more than the programs of any training have expressions."""
+
+Numbers = dict[Any, int]
+"""What the symbols of symbolic sizes stand for."""
+
+
+def expression_of(size: Any) -> Any:
+    """Return what a number is in symbols; itself, if there are none in it."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def symbol_of(size: Any) -> Any:
+    """Return the symbol that a symbolic size is; None for a number, or for what is computed from symbols."""
+    expression = expression_of(size)
+    return expression if getattr(expression, "is_Symbol", False) else None
+
+
+def evaluated(expression: Any, numbers: Numbers) -> Any:
+    """Return an expression's number for given symbols."""
+    if not hasattr(expression, "xreplace"):
+        return expression
+    function = as_function(expression)
+    if function is not None:
+        with suppress(KeyError, NameError):  # a symbol that stands for nothing yet, a function that is not Python's
+            return function(numbers)
+    found = expression.xreplace(numbers)
+    return int(found) if getattr(found, "is_integer", False) else float(found)
+
+
+def number_of(size: Any, numbers: Numbers) -> Any:
+    """Return a size, symbolic or not, for given symbols; no guard is made."""
+    return evaluated(size.node.expr, numbers) if isinstance(size, torch.SymInt) else size
+
+
+@lru_cache(_KEPT)
+def as_function(expression: Any) -> Callable[[Numbers], int] | None:
+    """Return what gives a whole number for those of its symbols; None for an expression of any other kind.
+
+    Putting numbers in for symbols takes sympy a tenth of a millisecond and more, and a step of a new size has many
+    expressions.
+
+    >>> import sympy
+    >>> length = sympy.Symbol("length", integer=True)
+    >>> as_function(4 * length**2 + 1)({length: 3})
+    37
+    >>> as_function(length / 2) is None
+    True
+    """
+    symbols = tuple(expression.free_symbols)
+    if not symbols or not getattr(expression, "is_integer", False):
+        return None
+    function = eval(f"lambda {', '.join(map(str, symbols))}: int({python_code(expression)})", {"math": math})
+    return lambda numbers: function(*[numbers[symbol] for symbol in symbols])

@@ -1,7 +1,7 @@
-"""What a GPU that is not here runs, traced on a CPU.
+"""Trace on a CPU the operators that a GPU would run that is planned for and not here.
 
-Torch chooses kernels by device before anything can be traced: attention, BatchNorm by cuDNN, RMSNorm as one operator.
-Statistics of norms have 32 bits on CUDA and the input's type on a CPU. A step that is captured on a CPU for a GPU has
+Torch chooses kernels by device before anything can be traced: attention, BatchNorm by cuDNN, RMSNorm as one operator
+(types of norms are in :mod:`planner.capture.fake_kernels`). A step that is captured on a CPU for a GPU has
 the GPU's operators, sizes and types, so that its plan is a plan there.
 """
 
@@ -16,23 +16,12 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from cost_models.devices import DeviceSpec
 from planner.capture.cuda_attention import attention_on
-from planner.capture.fake_internals import fake_calls_by
-from planner.capture.torch_internals import FakeTensor, FakeTensorMode, suggest_memory_format
+from planner.capture.torch_internals import suggest_memory_format
 
 aten = torch.ops.aten
-
-WITH_STATISTICS = {
-    aten.native_layer_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
-    aten._native_batch_norm_legit_no_training.default,
-}
-"""Of these, fake kernels know what they give on which device. GroupNorm's statistics follow the input on CUDA."""
 
 _LARGEST_BATCH = {"rows": 131_070, "maps": 880_801}
 """Of cuDNN's BatchNorm in training: for inputs of two dimensions, and of more."""
@@ -41,10 +30,10 @@ _LEAST_EPSILON = 0.0  # of cuDNN 7.5 and later
 _LARGEST_INDEX = 2**31 - 1
 
 
-_is_elsewhere: ContextVar[bool] = ContextVar("traced for a device elsewhere", default=False)
+_target: ContextVar[TargetDevice | None] = ContextVar("device that is traced for and not here", default=None)
 
 
-class Elsewhere:
+class TargetDevice:
     """A CUDA device that is planned for and not here."""
 
     def __init__(self, spec: DeviceSpec) -> None:
@@ -66,68 +55,34 @@ class Elsewhere:
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, elsewhere: Elsewhere) -> None:
+    def __init__(self, target_device: TargetDevice) -> None:
         super().__init__()
-        self.functions = elsewhere.functions
+        self.functions = target_device.functions
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.functions.get(function, function)(*args, **(kwargs or {}))
 
 
 @contextmanager
-def as_it_runs(elsewhere: Elsewhere | None) -> Iterator[None]:
-    """Let a program that is followed call what a device elsewhere runs, if there is one."""
-    with results_of(elsewhere), _Calls(elsewhere) if elsewhere else nullcontext():
+def calls_of(target_device: TargetDevice | None) -> Iterator[None]:
+    """Let a program that is followed call what a device that is not here runs, if there is one."""
+    with tracing_for(target_device), _Calls(target_device) if target_device else nullcontext():
         yield
 
 
 @contextmanager
-def results_of(elsewhere: Elsewhere | None) -> Iterator[None]:
-    """Give statistics of norms of fake tensors the types that they have on a device elsewhere, if there is one."""
-    if elsewhere is None:
-        yield
-        return
-
-    def there(mode: FakeTensorMode, function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
-        made = go_on()
-        if function is aten.cudnn_batch_norm.default:  # of which no fake kernel knows what it gives
-            return (made[0], *(_typed(mode, tensor, args[1].dtype) for tensor in made[1:3]), made[3])
-        return _as_on_cuda(mode, function, args, kwargs, made) if function in WITH_STATISTICS else made
-
-    token = _is_elsewhere.set(True)
+def tracing_for(target_device: TargetDevice | None) -> Iterator[None]:
+    """Let what is traced be for a device that is not here, if there is one."""
+    token = _target.set(target_device or _target.get())
     try:
-        with fake_calls_by(there):
-            yield
+        yield
     finally:
-        _is_elsewhere.reset(token)
+        _target.reset(token)
 
 
-def is_elsewhere() -> bool:
-    """Whether what is traced now runs on a device that is not here."""
-    return _is_elsewhere.get()
-
-
-def _as_on_cuda(mode: FakeTensorMode, function: Any, arguments: Any, keywords: Any, made: Any) -> Any:
-    """Return fake results with the types and strides that they have on CUDA."""
-    if made[0].device.type != "cpu":
-        return made
-
-    def twin(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-
-    def here(own: Tensor, found: Tensor) -> Tensor:
-        if (own.dtype, own.stride()) == (found.dtype, found.stride()):
-            return own
-        return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=own.device)
-
-    with mode:
-        arguments, keywords = pytree.tree_map_only(FakeTensor, twin, (arguments, keywords))
-        return tuple(map(here, made, function(*arguments, **keywords)))
-
-
-def _typed(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    with mode:
-        return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+def is_for_target_device() -> bool:
+    """Whether what is traced now is for a device that is not here."""
+    return _target.get() is not None
 
 
 def _rms_norm(x: Tensor, sizes: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -221,5 +176,5 @@ _STAND_FOR = {
 
 
 def meant(operator: Any) -> Any:
-    """Return the operator of a device elsewhere that one which was traced stands for; any other as it is."""
+    """Return the operator of a device that is not here that one which was traced stands for; any other as it is."""
     return _STAND_FOR.get(operator, operator)

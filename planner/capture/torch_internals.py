@@ -1,4 +1,4 @@
-"""Every touch of a private torch API but Inductor's, in one place.
+"""Private torch APIs except Inductor's, in one place.
 
 A new torch release that moves one of them breaks this file: ``tests/capture/test_torch_internals.py`` and
 ``test_engine_sums.py`` try them on each supported version. What is imported under its own name is for others.
@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo
-from torch import fx
+from torch import fx, nn
 from torch._C import DispatchKey, _DisableAutocast
 from torch._C._autograd import _get_current_graph_task_keep_graph as _get_current_graph_task_keep_graph
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
@@ -66,9 +66,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from planner.capture.call_internals import recompile_directly
-from planner.capture.device import entered
-from planner.capture.dispatch_internals import below_autograd
+from planner.capture.planned_graph_internals import below_autograd, recompile_directly
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
@@ -127,6 +125,14 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def entered(device: torch.device) -> AbstractContextManager[Any]:
+    """Let a device be CUDA's current one: whatever draws, measures or waits without naming a device means this one."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # tensors without data need none
+        return nullcontext()
+    is_current = torch.cuda.current_device() == device.index  # asked in every step, and mostly so
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 OUTSIDE_AUTOCAST = {"backward_pass_autocast": "off"}
@@ -328,30 +334,19 @@ def _forget(code: CodeType, names: dict[str, Any], finalizers: list[weakref.fina
         finalizer.detach()
 
 
-def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+def install_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Let ``module(...)`` run ``call``, as ``nn.Module.compile`` does, or its own call again."""
     module._compiled_call_impl = call
 
 
-@contextmanager
-def calling(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module(...)`` run ``call`` for as long as the context lasts."""
-    before = installed_call(module)
-    install_call(module, call)
-    try:
-        yield
-    finally:
-        install_call(module, before)
-
-
-def installed_call(module: torch.nn.Module) -> Any:
+def installed_call(module: nn.Module) -> Any:
     """Return what was installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` made a module of, or the module itself."""
-    original: torch.nn.Module = getattr(module, "_orig_mod", module)
+    original: nn.Module = getattr(module, "_orig_mod", module)
     return original
 
 
@@ -361,16 +356,12 @@ def not_compiled_alone(function: CallT) -> CallT:
     return function
 
 
-def at_end_of_backward(
-    outputs: Sequence[torch.Tensor], call: Callable[[], None], *, begun: Callable[[], None] | None = None
-) -> None:
-    """Call something when the backward has ended that goes through some of these outputs, and when it comes to one."""
+def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
+    """Call something when the backward has ended that goes through some of these outputs."""
     engine = torch.autograd.Variable._execution_engine
 
     def comes(_gradients: Any) -> None:
         engine.queue_callback(call)
-        if begun is not None:
-            begun()
 
     for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
         node.register_prehook(comes)
@@ -691,14 +682,14 @@ def dynamic_ranges(tensor: torch.Tensor) -> dict[int, int | None]:
     return {r.dim: r.max for r in getattr(tensor, "_dynamo_dynamic_range", ())}
 
 
-def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
+def call_implementation(module: nn.Module) -> Callable[..., Any]:
     """Return the module's own call: its hooks and its ``forward``."""
     implementation: Callable[..., Any] = module._call_impl
     return implementation
 
 
 @contextmanager
-def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def other_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give a model other parameters and buffers, by their paths, for as long as the context lasts.
 
     Recurrent layers keep a list of the weights that they last ran with. ``torch.func.functional_call`` does not put
@@ -712,7 +703,7 @@ def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
         for table in (part._parameters, part._buffers)
         if not others.keys().isdisjoint(map(id, table.values()))
     ]
-    layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
+    layers = [vars(part) for part in model.modules() if isinstance(part, nn.RNNBase)]
     kept = [(table, dict(table)) for table in tables]
     kept += [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
     for table in tables:

@@ -1,4 +1,4 @@
-"""What Dynamo answers a program that it traces; private torch APIs, tried by tests/capture.
+"""Change what Dynamo assumes of a program: branches on data, ``is_compiling``, random numbers; private torch APIs.
 
 It refuses a jump on data: here somebody may say which way that goes. It says that the program is compiled: here it may
 say what eager says. It knows four functions of Python's that draw a random number: here it knows them all, and numpy's.

@@ -1,4 +1,4 @@
-"""What people pass to a model and get from it: tensors in containers, in those that torch knows and in dataclasses.
+"""Find and replace the tensors in nested containers and dataclasses.
 
 ``torch.utils._pytree`` takes a dataclass that nobody registered for a leaf, so its tensors would go unseen.
 """

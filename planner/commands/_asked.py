@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.commands._options import DTYPES
 from planner.commands._terminal import quiet, reporting
 from planner.common.limits import Progress
-from planner.common.options import Training, picked
+from planner.common.options import GROUPS, Training, picked
 from planner.common.program import program
 from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
+    from planner.capture.inputs import Inputs
     from planner.capture.torch_internals import FakeTensorMode
     from planner.zoo import ZooModel
 
@@ -81,27 +82,27 @@ def check_offload(args: argparse.Namespace) -> None:
 
 
 def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
-    """Return those of these groups of options that the command has, as keywords of the public functions."""
+    """Return the groups of options that the command has, as keywords of the public functions."""
     import planner
 
-    asked = vars(args)
-    given = {field.name: asked[field.name] for group in groups for field in fields(group) if field.name in asked}
-    if given.get("profile"):
-        given["profile"] = planner.load_profile(args.profile)
-    return given
+    asked = vars(args) | ({"profile": planner.load_profile(args.profile)} if getattr(args, "profile", None) else {})
+    return {keyword: picked(kind, asked) for keyword, kind in GROUPS.items() if kind in groups}
 
 
 def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | None = None, **asked: Any) -> Answer:
     """Call a public function with a model, its inputs and its loss."""
-    return function(
-        loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
-        loss_fn=loaded.loss_fn,
-        name=loaded.name,
-        progress=progress,
-        **asked,
-    )
+    if "search" in asked:
+        asked["search"] = replace(asked["search"], progress=progress)
+    else:
+        asked["progress"] = progress
+    return function(loaded.model, inputs_of(loaded), loss_fn=loaded.loss_fn, name=loaded.name, **asked)
+
+
+def inputs_of(loaded: ZooModel) -> Inputs:
+    """Return what one step passes to a model."""
+    from planner.capture.inputs import Inputs
+
+    return Inputs.of(loaded.example_args, loaded.example_kwargs)
 
 
 def ask_or_build(

@@ -12,10 +12,11 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from planner.commands import commands
-from planner.commands._interrupts import INTERRUPTED, ending_at_once
-from planner.commands._options import Parser
+from planner.commands._options import HelpAll, Parser, rare
+from planner.commands._terminal import INTERRUPTED, ending_at_once
 from planner.common.garbage import collected_rarely
 from planner.common.program import program
 from planner.errors import PlannerError
@@ -73,7 +74,8 @@ def make_parser() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(prog=program(), description=(__doc__ or "").split("\n\n")[0])
     common = Parser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show tracebacks")
+    common.add_argument("--help-all", action=HelpAll, nargs=0, help="show rare options, too")
+    rare(common.add_argument("--debug", action="store_true", help="show tracebacks"))
     chosen = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in commands():
         added = chosen.add_parser(
@@ -82,7 +84,7 @@ def make_parser() -> Parser:
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             epilog="\n".join(["examples:", *(f"  {parser.prog} {example}" for example in command.examples)]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=27),
         )
         command.add_options(added)
         added.shorten_usage()

@@ -1,18 +1,19 @@
-"""What can be typed after the commands, and how it is checked before anything is done."""
+"""Options of the commands, derived from the dataclasses of :mod:`planner.common.options`."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from planner.common.options import AUTO, OFF, PARALLEL, Chunk, Offload, Search, Target, Training
+from planner.common.options import AUTO, OFF, Budget, Chunk, Offload, Runtime, Search, Target, Training, flat_name
 from planner.common.units import parse_size
 from planner.errors import UsageError
-from planner.plans.pipeline_schedules import PipelineSchedule
 
 DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
@@ -25,7 +26,9 @@ Read = TypeVar("Read")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose usage names what is no option."""
+    """A parser whose errors are one line, whose usage names what is no option, and whose help leaves out rare ones."""
+
+    shows_all = False
 
     def shorten_usage(self) -> None:
         """Leave the options to the list of them."""
@@ -35,6 +38,35 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def format_help(self) -> str:
+        """Return the help, without rare options unless all are asked for."""
+        hidden = {action: action.help for action in self._actions if action in _RARE and not self.shows_all}
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for action, text in hidden.items():
+                action.help = text
+
+
+class HelpAll(argparse.Action):
+    """Shows the help with rare options."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.shows_all = True
+        parser.print_help()
+        parser.exit()
+
+
+_RARE: set[argparse.Action] = set()
+
+
+def rare(action: argparse.Action) -> None:
+    """Show an option by ``--help-all`` alone."""
+    _RARE.add(action)
 
 
 def whole(text: str, least: int = 0, what: str = "a whole number") -> int:
@@ -97,39 +129,22 @@ def _chunk(text: str) -> Chunk:
         raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of chunks") from None
 
 
-_TOLD: dict[str, dict[str, Any]] = {
-    "optimizer": {"metavar": "NAME", "help": "adamw, momentum, adafactor, adam8bit, ...: count its memory"},
-    "master_weights": {"help": "16-bit parameters have float32 copies"},
-    "gradient_accumulation": {"flag": "--accumulate", "help": "gradients of earlier backwards are resident"},
-    "data_parallel": {"choices": PARALLEL},
-    "ranks": {"type": count, "metavar": "N", "help": "devices that train together"},
-    "tensor_parallel": {"type": count, "metavar": "N", "help": "devices that share each layer; planned, not run"},
-    "reserve": {"metavar": "SIZE", "help": "what is to stay free: 1GiB, 5%% of the device"},
-    "cuda_graphs": {"help": "forward and backward run as CUDA graphs, which hold their memory between steps"},
-    "arena": {"help": "give all that the step allocates fixed places in one arena, and say what that takes"},
-    "device": {
-        "metavar": "NAME",
-        "help": "accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",
-    },
-    "cost_model": {
-        "metavar": "NAME",
-        "help": "roofline (from the device's data sheet), measured (runs each different operation here), or "
-        "auto (the default: measures for a moment if model and device are here)",
-    },
-    "profile": {"metavar": "FILE", "help": "costs that 'profile' recorded, here or on another machine"},
-    "offload": {"help": "let values wait in the host's memory too"},
-    "host_budget": {
-        "metavar": "SIZE",
-        "help": "what they may take of it: 64GiB, 60%% (default 50%% of this machine's)",
-    },
-    "offload_at_least": {"metavar": "SIZE", "help": "smaller values stay (default 1MiB)"},
-    "offload_lossy": {"help": "as bfloat16 in place of float32: gradients are not bit-equal"},
-    "solver": {"metavar": "NAME"},
-    "time_limit_seconds": {"flag": "--time-limit", "type": seconds, "metavar": "S"},
-    "deterministic": {"help": "count work instead of seconds: the same plan every time"},
-    "seed": {"type": whole, "metavar": "N", "help": "of random choices in a solver (default 0)"},
+_READ: dict[str, dict[str, Any]] = {
+    "bool": {"action": "store_true", "default": False},
+    "int": {"type": whole, "metavar": "N"},
+    "float": {"type": seconds, "metavar": "S"},
+    "Size": SIZE,
+    "Size | None": SIZE,
+    "Chunk": {"type": _chunk},
 }
-"""What the parser is told of an option, by the field that it sets; kind and default are the field's."""
+"""What the parser is told of an option, by the type that its field declares."""
+
+
+def _first_sentences(group: type[Any]) -> dict[str, str]:
+    """Return what the docstring of a group says of each field first."""
+    described = re.findall(r"^(\w+) : .*\n((?:    .*(?:\n|$))+)", inspect.getdoc(group) or "", re.MULTILINE)
+    texts = {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in described}
+    return {name: (text[0].lower() + text[1:]).replace("%", "%%") for name, text in texts.items()}
 
 
 def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told: dict[str, Any]) -> None:
@@ -137,12 +152,16 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
 
     ``told`` is by name what the parser is told of an option in this place alone.
     """
+    helps = _first_sentences(group)
     for field in fields(group):
-        if field.name in _TOLD and (not only or field.name in only):
-            how = {"dest": field.name, "default": field.default, **_TOLD[field.name], **told.get(field.name, {})}
-            if field.default is False:
-                how["action"] = "store_true"
-            parser.add_argument(how.pop("flag", f"--{field.name.replace('_', '-')}"), **how)
+        name, shown = flat_name(field), field.metadata
+        if not shown or (only and name not in only):
+            continue
+        how = {"dest": name, "default": field.default, "help": helps[field.name], **_READ.get(str(field.type), {})}
+        how |= {key: shown[key] for key in ("metavar", "choices") if key in shown} | told.get(name, {})
+        action = parser.add_argument(shown.get("flag", f"--{name.replace('_', '-')}"), **how)
+        if shown.get("rare") and not only:
+            rare(action)
 
 
 class AboutModel:
@@ -151,10 +170,7 @@ class AboutModel:
     def parents(self) -> Sequence[Parser]:
         """Return the options on the model, and on what surrounds the step; names are checked where they are known."""
         training = Parser(add_help=False)
-        around = (
-            field.name for field in fields(Training) if field.name not in ("arena", "cuda_graphs")
-        )  # which are how the step itself lies, and runs
-        add(training.add_argument_group("what else is on the device"), Training, *around)
+        add(training.add_argument_group("training"), Training)
         return model_options(), training
 
 
@@ -168,7 +184,7 @@ class Alone:
 
 def json_option(parser: argparse._ActionsContainer) -> None:
     """Add where the report goes as JSON."""
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; '-': to stdout, alone")
 
 
 def model_options() -> Parser:
@@ -176,89 +192,46 @@ def model_options() -> Parser:
     parser = Parser(add_help=False)
     group = parser.add_argument_group("model")
     group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
-    group.add_argument(
-        "--model", metavar="SPEC", help="path/to/file.py:factory or package.module:factory, giving (model, inputs)"
-    )
+    group.add_argument("--model", metavar="SPEC", help="file.py:factory, which gives (model, inputs)")
     for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
-        group.add_argument(option, type=count, metavar="N")
+        action = group.add_argument(option, type=count, metavar="N", help="of the model and its inputs")
+        if option in ("--image-size", "--layers"):
+            rare(action)
     group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
     return parser
 
 
 def solving_options(
     parser: argparse.ArgumentParser, default_seconds: float = 10.0, limits: str = "for the solver"
-) -> argparse._ArgumentGroup:
-    """Add the options on results, device, costs and search; say what the time limit is for. Returns the results."""
-    results = parser.add_argument_group("results")
+) -> tuple[argparse._ArgumentGroup, argparse._ArgumentGroup]:
+    """Add the options on results, device, costs and search; returns the groups of planning and of results."""
+    planning, results = parser.add_argument_group("planning"), parser.add_argument_group("results")
     json_option(results)
-    add(parser.add_argument_group("device and costs"), Target)
     limit = {"default": default_seconds, "help": f"seconds {limits} (default {default_seconds:g})"}
-    search = parser.add_argument_group("search (advanced)")
-    add(search, Search, time_limit_seconds=limit)
-    return results
+    add(planning, Target)
+    add(planning, Search, time_limit_seconds=limit)
+    return planning, results
 
 
 def planning_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options of commands that make one plan of a step. Returns the group of the results."""
-    results = solving_options(parser)
-    results.add_argument("--full", action="store_true", help="print the whole report, not one screen of it")
-    results.add_argument("--operations", action="store_true", help="add FLOPs, bytes and seconds of every operation")
-    results.add_argument("--timings", action="store_true", help="add how long each stage of planning took")
-    how = parser.add_argument_group("how the plan is carried out (advanced)")
-    how.add_argument("--runtime", metavar="NAME", default="auto", help="what runs the plan: auto, graph, modules, ...")
-    how.add_argument(
-        "--strategy",
-        metavar="NAME",
-        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
-    )
-    how.add_argument(
-        "--chunk",
-        metavar="auto|off|N",
-        type=_chunk,
-        default=OFF,
-        help="compute what makes the peak in N chunks; auto tries several (default off)",
-    )
-    how.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
-    add(parser.add_argument_group("offload to the host's memory (advanced)"), Offload)
+    planning, results = solving_options(parser)
+    add(planning, Runtime)
+    add(planning, Offload)
+    rare(planning.add_argument("--no-cache", action="store_true", help="search anew, and store nothing of it"))
+    for option, text in (
+        ("--full", "print the whole report, not one screen of it"),
+        ("--operations", "add FLOPs, bytes and seconds of every operation"),
+        ("--timings", "add how long each stage of planning took"),
+    ):
+        rare(results.add_argument(option, action="store_true", help=text))
     return results
 
 
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add the budgets, of which one at most is given, and what may stand in place of one."""
-    group = parser.add_argument_group("budget").add_mutually_exclusive_group()
-    group.add_argument("--budget", **SIZE, help="all the device may hold: 8GiB, 8GB, bytes, or 60%% of eager's peak")
-    group.add_argument("--activation-budget", **SIZE, help="what the step may add to what is resident")
-    return group
-
-
-def pipeline_options(parser: argparse.ArgumentParser) -> None:
-    """Add what cuts the model into the stages of a pipeline."""
-    group = parser.add_argument_group("pipeline (advanced; the batch size is that of one micro-batch)")
-    group.add_argument("--pipeline-stages", type=count, metavar="N", help="plan each of N devices in a row")
-    group.add_argument("--micro-batches", type=count, metavar="M", help="of one training step")
-    group.add_argument("--schedule", metavar="NAME", help="1f1b (default), gpipe or interleaved")
-    group.add_argument(
-        "--chunks", type=count, metavar="V", help="groups of layers on each device if interleaved (default 2)"
-    )
-
-
-def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options on a pipeline, refused where they do not go together; none if there is no pipeline."""
-    if args.pipeline_stages is None:
-        if given := [name for name in ("micro_batches", "schedule", "chunks") if getattr(args, name, None) is not None]:
-            raise UsageError(f"--{given[0].replace('_', '-')} is for a pipeline: give --pipeline-stages N too")
-        return {}
-    if args.micro_batches is None:
-        raise UsageError("--pipeline-stages needs --micro-batches M: how many one training step has")
-    refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
-               "--operations": args.operations, "--html": args.html, "--tree": args.tree,
-               "--memory-viz": args.memory_viz, "--timings": args.timings,
-               "--runtime": args.runtime != "auto", "--offload": args.offload, "--strategy": args.strategy,
-               "--chunk": args.chunk != OFF}  # fmt: skip
-    if given := [option for option, value in refused.items() if value]:
-        raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
-    schedule = args.schedule or "1f1b"
-    chunks = args.chunks or (2 if schedule == "interleaved" else 1)
-    asked = {"stages": args.pipeline_stages, "micro_batches": args.micro_batches, "chunks": chunks}
-    PipelineSchedule(name=schedule, **asked)  # refuses what does not go together
-    return {**asked, "schedule": schedule}
+    """Add the budgets, of which one at most is given, and a strategy. Returns what may have one more in their place."""
+    group = parser.add_argument_group("budget")
+    one = group.add_mutually_exclusive_group()
+    add(one, Budget, "budget", "activation_budget")
+    add(group, Budget, "strategy")
+    return one

@@ -1,13 +1,18 @@
-"""What a command shows: results on standard output, how it stands on standard error."""
+"""The terminal: results on standard output, progress on standard error, and Ctrl-C, which ends a command at once."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,3 +82,111 @@ def reporting(debug: bool) -> AbstractContextManager[Shown]:
     from planner.report.progress import shown
 
     return shown(as_bar=not debug, as_lines=not debug)
+
+
+# Ctrl-C.
+
+INTERRUPTED = 130
+"""The exit code; shells use it for what Ctrl-C ended."""
+
+_GRACE_SECONDS = 0.5
+"""What Python has to end by itself."""
+
+_keeps_results = threading.Event()
+"""Set while a first Ctrl-C is to leave time to show what was done by then."""
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End the process soon after Ctrl-C.
+
+    Python raises KeyboardInterrupt between two of its own instructions. A solver in C may take many seconds until the
+    next one, a library may swallow it, and the interpreter waits for threads before it ends. The signal also arrives
+    on a socket, at once, where a thread waits for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    watch = _Watch()
+    try:
+        yield
+    except KeyboardInterrupt:
+        watch.leave()
+        raise
+    except BaseException:
+        watch.stop()
+        raise
+    watch.stop()
+
+
+class _Watch:
+    """A thread that ends the process where nobody else does."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._arrived, self._is_said = threading.Event(), False
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the process go on."""
+        signal.set_wakeup_fd(self._before)
+        self._writer.close()  # which ends the thread
+
+    def leave(self) -> None:
+        """Let the process end by itself, if that is quick; that it was interrupted is said elsewhere."""
+        self._is_said = True
+        if not self._arrived.wait(_GRACE_SECONDS):  # no signal: somebody raised the exception
+            self.stop()
+
+    def _wait(self) -> None:
+        with self._reader as reader:
+            while (number := reader.recv(1)) and number[0] != signal.SIGINT:
+                pass  # another signal
+            if not number:
+                return
+            self._arrived.set()
+            if _keeps_results.is_set():
+                print("stopping after this step; Ctrl-C again ends at once", file=sys.stderr)
+            reader.settimeout(None if _keeps_results.is_set() else _GRACE_SECONDS)
+            try:
+                if not reader.recv(1):
+                    return
+            except TimeoutError:
+                pass
+            if not self._is_said:
+                print("error: interrupted", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+
+
+class Interrupts:
+    """Remembers that Ctrl-C was pressed while this is entered, so that what was done by then can be shown.
+
+    An exception that arrives while a library written in C converts its arguments is lost there, or becomes another.
+    """
+
+    def __init__(self) -> None:
+        self.arrived = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+            _keeps_results.set()
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            _keeps_results.clear()
+
+    def check(self) -> None:
+        """Raise what was lost."""
+        if self.arrived:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.arrived = True
+        signal.default_int_handler(number, frame)

@@ -1,19 +1,24 @@
-"""``plan``: what to keep and what to recompute, of one device or of every stage of a pipeline."""
+"""``plan`` and ``verify``: plan a model, run real steps where that is asked for, report."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from planner.commands import _asked, _planning
-from planner.commands._options import AboutModel, add, budget_options, pipeline_of, pipeline_options, planning_options
-from planner.commands._terminal import hand_out
-from planner.common.options import Search, Target, Training
-from planner.errors import UsageError
+from planner.commands import _asked
+from planner.commands._options import AboutModel, budget_options, planning_options, rare
+from planner.commands._terminal import hand_out, show
+from planner.common import timings
+from planner.common.limits import Progress
+from planner.common.options import OFF, Budget, Offload, Runtime, Search, Target, Training, picked
+from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
+    from planner.zoo import ZooModel
 
 
 class _Plan(AboutModel):
@@ -27,60 +32,147 @@ class _Plan(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
-        add(parser, Training, "arena", "cuda_graphs")
         results = planning_options(parser)
-        results.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
+        results.add_argument("--save", metavar="PLAN", help="write the plan, for auto_wrap and verify")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
-        results.add_argument("--tree", action="store_true", help="add the tree of all modules")
-        results.add_argument(
-            "--memory-viz", metavar="FILE.pickle", help="write the predicted allocations for pytorch.org/memory_viz"
+        rare(
+            results.add_argument(
+                "--memory-viz", metavar="FILE.pickle", help="write predicted allocations for pytorch.org/memory_viz"
+            )
         )
         results.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
-        pipeline_options(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        _planning.check(args)
+        _check(args)
         _asked.check_writable(args.save, args.html, args.memory_viz)
-        if args.verify and args.tensor_parallel > 1:
-            raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
-        if pipeline := pipeline_of(args):
-            if args.arena or args.cuda_graphs:
-                asked = "--arena lays out" if args.arena else "--cuda-graphs captures"
-                raise UsageError(f"{asked} the step of one device: leave it out, or plan without stages")
-            return _run_pipeline(args, pipeline)
-        if not _planning.names_a_budget(args):
-            return _planning.report_budgets(args)
-        return _planning.report_plan(args, write=partial(_write, args))
+        if not _names_a_budget(args):
+            return _report_budgets(args)
+        return _report_plan(args, write=partial(_write, args))
+
+
+class _Verify(AboutModel):
+    name = "verify"
+    summary = "plan, and run real steps"
+    examples = ("verify minigpt --plan minigpt.plan", "verify my_model.py:make --budget 70% --cost-model measured")
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
+        planning_options(parser)
+        parser.set_defaults(verify=True)
+
+    def run(self, args: argparse.Namespace) -> int:
+        _check(args)
+        return _report_plan(args)
 
 
 def _write(args: argparse.Namespace, plan: Plan) -> None:
     from planner.common.atomic import write_text
     from planner.plans import memory_viz
+    from planner.report.page import to_html
 
     if args.save:
         plan.save(args.save)
     if args.memory_viz:
         memory_viz.save(plan, args.memory_viz)
     if args.html:
-        write_text(args.html, plan.to_html())
+        write_text(args.html, to_html(plan))
 
 
-def _run_pipeline(args: argparse.Namespace, pipeline: dict[str, Any]) -> int:
-    from planner.plans.pipeline_types import NoPipelineFitsError
-    from planner.report import render_infeasible_pipeline, render_pipeline
+def _check(args: argparse.Namespace) -> None:
+    """Refuse at once what would fail only after minutes of work."""
+    from planner.analysis.compatibility import check_strategy
 
+    _asked.check_solving(args)
+    _asked.check_offload(args)
+    plan_file = getattr(args, "plan", None)
+    check_strategy(args.strategy, args.runtime, offload=args.offload, in_chunks=args.chunk not in (1, OFF))
+    if args.strategy is not None:
+        if plan_file:
+            raise UsageError("--plan says what is done: leave --strategy out")
+    elif not (_names_a_budget(args) or plan_file) and args.verify:
+        raise UsageError(
+            "say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME, --plan FILE"
+        )
+
+
+def _names_a_budget(args: argparse.Namespace) -> bool:
+    """Whether it is said what the plan is to keep."""
+    return bool(args.budget or args.activation_budget or args.strategy)
+
+
+def _report_budgets(args: argparse.Namespace) -> int:
+    """Show budgets to choose from, where none was named; that is no plan, so it ends as wrong usage does."""
+    import planner
+    from planner.analysis.trade_off.curve import suggest
+    from planner.report.comparisons import render_suggestions
+
+    with _asked.working(args) as (progress, loaded):
+        asked = _asked.keywords(args, Search, Target, Training)
+        if args.runtime == "modules":
+            asked["runtime"] = args.runtime
+        study = _asked.ask_or_build(planner.study, args, loaded, progress, **asked)
+        progress("solving for several budgets")
+        found = suggest(study, picked(Search, vars(args)))
+    hand_out(found.report(), args.json, partial(render_suggestions, found, args.typed))
+    raise UsageError("no plan was made: name one of these budgets, or another, with --budget SIZE")
+
+
+def _report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None = None) -> int:
+    """Make or read the plan, run real steps, write what else is asked for, and show all that."""
+    from planner.plans.plan import NoPlanFitsError, Plan
+    from planner.report import render, render_infeasible, render_timings
+
+    saved = Plan.load(args.plan) if getattr(args, "plan", None) else None
     try:
-        with _asked.working(args) as (progress, loaded):
-            import planner
-
-            asked = _asked.keywords(args, Target, Search, Training)
-            del asked["arena"], asked["cuda_graphs"]
-            plan = _asked.ask(planner.plan_pipeline, loaded, progress, budget=args.budget, **pipeline, **asked)
-    except NoPipelineFitsError as error:
-        hand_out(error.report, args.json, partial(render_infeasible_pipeline, error.report))
+        with timings.collected() as seconds, _asked.working(args, real=args.verify) as (progress, loaded):
+            plan = _make(args, progress, loaded, saved)
+    except NoPlanFitsError as error:
+        hand_out(error.report, args.json, partial(render_infeasible, error.report))
         raise
-    hand_out(plan.report(), args.json, partial(render_pipeline, plan))
+    if write:
+        write(plan)
+    report = plan.report(operations=args.operations)
+    draw = partial(render, plan, full=args.full, show_operations=args.operations)
+    hand_out({**report, "timings_seconds": seconds} if args.timings else report, args.json, draw)
+    if args.timings and args.json != "-":
+        show(partial(render_timings, seconds))
+    _hold_to_measured(plan)
     return 0
 
 
-COMMAND = _Plan()
+def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved: Plan | None) -> Plan:
+    """Make the plan, unless there is one, and verify it where that is asked for."""
+    from planner import api
+
+    asked = _asked.keywords(args, Budget, Search, Offload, Runtime, Target, Training)
+    if saved is not None:
+        plan = saved
+    elif args.verify or args.runtime == "graph":
+        plan = _asked.ask(api.plan, loaded, progress, **asked)
+    else:
+        plan = _asked.ask_or_build(api.plan, args, loaded, progress, **asked)
+    if not args.verify:
+        return plan
+    progress("running real steps")
+    with timings.stage("real steps"):
+        verification = api.verify(loaded.model, _asked.inputs_of(loaded), plan, loss_fn=loaded.loss_fn)
+    return dataclasses.replace(plan, verification=verification)
+
+
+def _hold_to_measured(plan: Plan) -> None:
+    """Fail if real steps broke what the plan promises."""
+    measured = plan.verification
+    if measured is None:
+        return
+    if not measured.agrees:
+        first = measured.differences[0] if measured.differences else "see the report"
+        same = f"the same numbers to within {measured.tolerance:g}" if measured.tolerance else "the same bits"
+        lossy = "; leave out --offload-lossy" if measured.rounding_error is not None else ""
+        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}{lossy}")
+    if measured.peak_bytes > plan.budget_bytes:
+        raise PlannerError(
+            f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"
+        )
+
+
+COMMAND = (_Plan(), _Verify())

@@ -13,20 +13,17 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
-from planner.commands import _asked, _splits
-from planner.commands._interrupts import INTERRUPTED, Interrupts
+from planner.commands import _asked
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
-from planner.commands._terminal import hand_out, quiet, reporting
-from planner.common.options import Offload, Search, Target, Training, picked
+from planner.commands._terminal import INTERRUPTED, Interrupts, hand_out, quiet, reporting
+from planner.common.options import Offload, Runtime, Search, Target, Training, picked
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
     from planner.analysis.study import Study
-    from planner.analysis.trade_off.accelerators import DeviceSearch
-    from planner.analysis.trade_off.answers import Answers
+    from planner.analysis.trade_off.answers import Answers, MethodSweep
+    from planner.analysis.trade_off.axes import DeviceSearch, SizeSearch
     from planner.analysis.trade_off.curve import CurveSweep
-    from planner.analysis.trade_off.methods import MethodSweep
-    from planner.analysis.trade_off.sizes import SizeSearch
     from planner.capture.inputs import Inputs
     from planner.capture.torch_internals import FakeTensorMode
     from planner.exporters._export import Export
@@ -53,7 +50,6 @@ class _WhatIf(AboutModel):
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
         "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
         "what-if gpt2 --device h100 --dtype bf16 --offload --host-budget 64GiB",
-        "what-if llama-7b --gpus 8 --device h100 --global-batch 256 --optimizer adamw --master-weights",
     )
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -79,18 +75,14 @@ class _WhatIf(AboutModel):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
         axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
-        _splits.add_options(parser)
-        group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a size or a device has a fifth of that")
-        add(parser.add_argument_group("offload to the host's memory (advanced)"), Offload)
-        how = parser.add_argument_group("how plans are carried out (advanced)")
-        how.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
+        planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
+        add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
+        add(planning, Offload)
         group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
         group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
         group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
 
     def run(self, args: argparse.Namespace) -> int:
-        if _splits.is_asked(args):
-            return _splits.run(args)
         _check(args)
         with quiet(args.debug), reporting(args.debug) as progress:
             asking = _Asking(args, progress)
@@ -106,7 +98,8 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     from planner import solvers, zoo
     from planner.analysis.compatibility import check_solver, offloading_runtime
-    from planner.analysis.trade_off import methods, ranges
+    from planner.analysis.trade_off import answers as methods
+    from planner.analysis.trade_off import ranges
     from planner.report import curve_chart
 
     _asked.check_model(args)
@@ -180,10 +173,8 @@ class _Asking:
 
     def further(self) -> Iterator[Callable[[], None]]:
         """Return the searches along the other axes."""
-        from planner.analysis.trade_off.accelerators import DeviceSearch
-        from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
-        from planner.analysis.trade_off.outcome import for_one_row
-        from planner.analysis.trade_off.sizes import SizeSearch
+        from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, MethodSweep
+        from planner.analysis.trade_off.axes import DeviceSearch, SizeSearch, for_one_row
 
         args, sweep = self.args, self.sweep
         assert sweep is not None
@@ -238,7 +229,7 @@ class _Asking:
         args = _with(self.args, device=device) if device else self.args
         if device is None and runtime is None:
             return self.first()
-        asked = _asked.keywords(args, Target, Training)
+        asked = _asked.keywords(args, Search, Target, Training)
         return _asked.ask(planner.study, _asked.load(args, real=False), runtime=runtime or args.runtime, **asked)
 
     def first(self) -> Study:
@@ -266,22 +257,24 @@ class _Asking:
         return _asked.load(args, real=False, mode=self._mode)
 
     def _studies_of(self, loaded: ZooModel) -> StudiesBySize:
+        from planner.session.step import Options
         from planner.session.studying import studies_by_size
 
         if self._studies is None or not self._studies.are_of(loaded.model):
-            how: dict[str, Any] = {"runtime": self.args.runtime, "name": loaded.name}
-            self._studies = studies_by_size(loaded.model, **how, **_asked.keywords(self.args, Target, Training))
+            asked = _asked.keywords(self.args, Target, Training)
+            options = Options.of(asked | {"runtime": self.args.runtime, "search": self.search, "name": loaded.name})
+            self._studies = studies_by_size(loaded.model, options)
         return self._studies
 
     def partitioned(self) -> Iterator[Schedule]:
         from planner.capture.inputs import Inputs
-        from planner.session import min_cut
         from planner.session.step import Options
+        from planner.session.studying import partitioner_schedules
 
         loaded = _asked.load(self.args, real=False)
         inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
-        target, training = Target(device=self.args.device), picked(Training, vars(self.args))
-        return min_cut.schedules(loaded.model, inputs, Options(target=target, training=training))
+        target, training = Target(self.args.device), picked(Training, vars(self.args))
+        return partitioner_schedules(loaded.model, inputs, Options(target=target, training=training))
 
     def answers(self, *, interrupted: bool) -> Answers:
         from planner.analysis.trade_off.answers import Answers
@@ -310,7 +303,8 @@ def _inputs_of(loaded: ZooModel) -> Inputs:
 def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:
     from planner.analysis.trade_off.answers import csv_text
     from planner.common.atomic import write_text
-    from planner.report import curve_chart, render_what_if
+    from planner.report import curve_chart
+    from planner.report.what_if import render as render_what_if
 
     if args.csv:
         write_text(args.csv, csv_text(answers.curve))

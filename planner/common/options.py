@@ -1,9 +1,9 @@
-"""What a person asks for, in groups: a keyword of the public functions is a field of one of these, made once."""
+"""Keywords of the public functions, in groups: each is one frozen dataclass, made at the edge and passed whole."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.common.limits import Progress, SolveLimits
@@ -13,6 +13,7 @@ from planner.errors import UsageError
 
 if TYPE_CHECKING:
     from cost_models.measured import Profile
+    from planner.plans.plan import Plan
 
 LEAST_BYTES = 2**20
 """Smaller values stay on the device: a transfer of less takes about as long to start as to run."""
@@ -20,43 +21,114 @@ LEAST_BYTES = 2**20
 Group = TypeVar("Group")
 
 
-def picked(kind: type[Group], asked: Mapping[str, Any]) -> Group:
-    """Make a group of options of the keywords that are its own.
+def group(kind: type[Group], given: Any) -> Group:
+    """Return a group of options; a plain word in its place stands for its first field.
 
-    >>> picked(Budget, {"budget": "60%", "solver": "ilp"}).budget
+    >>> group(Training, "adamw") == Training("adamw")
+    True
+    """
+    return given if isinstance(given, kind) else kind(given)  # type: ignore[call-arg]
+
+
+def flat_name(option: Field[Any]) -> str:
+    """Return the name of a field among the options of all groups, for example on the command line."""
+    return str(option.metadata.get("flat", option.name))
+
+
+def picked(kind: type[Group], asked: Mapping[str, Any]) -> Group:
+    """Make a group of those of flat options that are its own.
+
+    >>> picked(Budget, {"budget": "60%", "solver": "ilp"}).size
     '60%'
     """
-    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
-    return kind(**{name: asked[name] for name in names if name in asked})
+    names = {flat_name(option): option.name for option in fields(kind)}  # type: ignore[arg-type]
+    asked = {"offload": False, **asked}  # details of it do not turn it on
+    return kind(**{names[name]: value for name, value in asked.items() if name in names})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What memory a step may take."""
+def grouped(**asked: Any) -> dict[str, Any]:
+    """Return flat options as keywords of the public functions; whatever is in no group stays as it is.
 
-    budget: Size | None = None
-    """What the whole device may hold; ``"60%"`` is of eager's peak."""
-    activation_budget: Size | None = None
-    """In its place, what the step may allocate on top of what is resident; ``"60%"`` is of what eager does."""
+    >>> grouped(optimizer="adamw", name="gpt2")["training"].optimizer
+    'adamw'
+    """
+    made = {}
+    for keyword, kind in GROUPS.items():
+        own = {flat_name(option) for option in fields(kind)} & asked.keys()
+        if own and not isinstance(asked.get(keyword), kind):
+            made[keyword] = picked(kind, {name: asked.pop(name) for name in own})
+    return asked | made
+
+
+class _Group:
+    """Shows what is not as by default, since groups are defaults of the public functions."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        shown = [(option, getattr(self, option.name)) for option in fields(self) if option.repr]  # type: ignore[arg-type]
+        given = ", ".join(f"{option.name}={value!r}" for option, value in shown if value != option.default)
+        return f"{type(self).__name__}({given})"
+
+
+def _option(default: Any, **metadata: Any) -> Any:
+    """Return a field; the command line reads ``flat``, ``flag``, ``metavar``, ``choices`` and ``rare``."""
+    return field(default=default, metadata={"is_option": True, **metadata})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Budget(_Group):
+    """What memory a step may take; a size alone is that of the whole device.
+
+    Parameters
+    ----------
+    size : int, float or str, optional
+        All the device may hold: 8GiB, 8GB, 60% of eager's. Bytes are given as a number.
+    activations : int, float or str, optional
+        What the step may add to what is resident. In place of the size.
+    strategy : str, optional
+        Do what an established system does (every-2). At its own peak, or within a size.
+    plan : Plan, optional
+        A plan made before, to be applied; the budget is the plan's unless a size is given.
+    replan : bool
+        Replace that plan if it belongs to another model or other shapes, instead of refusing it.
+    at_least_bytes : int
+        What the device may hold even if a percentage comes to less; see :meth:`after`.
+    """
+
+    size: Size | None = _option(None, flat="budget")
+    _: KW_ONLY
+    activations: Size | None = _option(None, flat="activation_budget")
+    strategy: str | None = _option(None, metavar="NAME")
+    plan: Plan | None = None
+    replan: bool = False
     at_least_bytes: int = 0
-    """What the whole device may hold even if the budget comes to less; see :meth:`after`."""
+
+    @classmethod
+    def of(cls, given: Budget | Plan | Size | None) -> Budget:
+        """Return a budget as people give it: a group, a size, or a plan that was made before."""
+        if given is None or isinstance(given, (Budget, int, float, str)) or not hasattr(given, "fingerprint"):
+            return group(cls, given)
+        return cls(plan=given)
 
     @property
     def is_given(self) -> bool:
         """Whether there is one at all."""
-        return self.budget is not None or self.activation_budget is not None
+        return self.size is not None or self.activations is not None
 
     @property
     def is_share(self) -> bool:
         """Whether it is a percentage of the eager step."""
-        return is_share(self.budget) or is_share(self.activation_budget)
+        return is_share(self.size) or is_share(self.activations)
 
     def check(self, *, or_none: bool = False) -> None:
         """Refuse two budgets, none where one is needed, and one that cannot be read."""
-        both = None not in (self.budget, self.activation_budget)
+        both = None not in (self.size, self.activations)
         if both or not (self.is_given or or_none):
-            raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
-        for given in (self.budget, self.activation_budget):
+            raise UsageError(
+                "give one budget: a size of the whole device, or Budget(activations=...) on top of what is resident"
+            )
+        for given in (self.size, self.activations):
             if given is not None:
                 parse_size(given, whole_bytes=2**60)
 
@@ -66,25 +138,48 @@ class Budget:
         A percentage is of ``whole_bytes``, which eager's step needs, or of what it needs on top of ``static_bytes``.
         """
         self.check()
-        if self.budget is not None:
-            return parse_size(self.budget, whole_bytes=whole_bytes)
-        assert self.activation_budget is not None
-        return static_bytes + parse_size(self.activation_budget, whole_bytes=whole_bytes - static_bytes)
+        if self.size is not None:
+            return parse_size(self.size, whole_bytes=whole_bytes)
+        assert self.activations is not None
+        return static_bytes + parse_size(self.activations, whole_bytes=whole_bytes - static_bytes)
 
     def after(self, budget_bytes: int) -> Budget:
         """Return the budget for other input sizes: what a percentage came to is not taken back for smaller ones."""
         return replace(self, at_least_bytes=max(self.at_least_bytes, budget_bytes)) if self.is_share else self
 
+    def within(self, budget_bytes: int) -> Budget:
+        """Return the same with another size of the whole device."""
+        return replace(self, size=budget_bytes, activations=None)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search(SolveLimits):
-    """How a plan is looked for."""
 
-    time_limit_seconds: float = 10.0
-    solver: str = "auto"
-    """Name of a solver; ``"auto"`` picks."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Search(_Group, SolveLimits):
+    """How a plan is looked for; a word alone names the solver.
+
+    Parameters
+    ----------
+    solver : str
+        Name of a solver of whole graphs; auto picks.
+    time_limit_seconds : float
+        Seconds until the solver stops improving.
+    deterministic : bool
+        Count work, not seconds: the same plan every time.
+    seed : int
+        Of random choices in a solver.
+    compare : bool
+        Find what reports show beside the plan: usual ways of checkpointing, and the smallest feasible peak.
+    progress : callable, optional
+        Called with short lines on how it stands.
+    enough, told
+        See :class:`planner.common.limits.SolveLimits`.
+    """
+
+    solver: str = _option("auto", metavar="NAME")
+    _: KW_ONLY
+    time_limit_seconds: float = _option(10.0, flag="--time-limit")
+    deterministic: bool = _option(False)
+    seed: int = _option(0, rare=True)
     compare: bool = True
-    """Whether to find what the report shows beside the plan: the usual ways of checkpointing, the smallest peak."""
     progress: Progress | None = None
 
     def tell(self, line: str) -> None:
@@ -97,36 +192,53 @@ class Search(SolveLimits):
         return replace(self, progress=lambda line: self.tell(f"{name}: {line}"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """What may wait in the host's memory between forward and backward."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Offload(_Group):
+    """What may wait in the host's memory between forward and backward; True and False stand for all or nothing.
 
-    offload: bool = False
-    host_budget: Size | None = None
-    """What it may take there; by default half of what this machine has."""
-    offload_at_least: Size = LEAST_BYTES
-    """Values below this size stay on the device."""
-    offload_lossy: bool = False
-    """Whether values of float32 wait there rounded to bfloat16; a UsageError where nothing is offloaded."""
+    Parameters
+    ----------
+    enabled : bool
+        Let values wait in the host's memory too.
+    host_budget : int, float or str, optional
+        What they may take of it: 64GiB, 60%. By default half of this machine's.
+    at_least : int, float or str
+        Smaller values stay on the device. By default 1MiB.
+    lossy : bool
+        Round float32 to bfloat16 there: not bit-equal.
+    """
+
+    enabled: bool = _option(True, flat="offload")
+    _: KW_ONLY
+    host_budget: Size | None = _option(None, rare=True)
+    at_least: Size = _option(LEAST_BYTES, flat="offload_at_least", rare=True)
+    lossy: bool = _option(False, flat="offload_lossy", rare=True)
 
     def __post_init__(self) -> None:
-        if self.offload_lossy and not self.offload:
-            raise UsageError("offload_lossy rounds what is offloaded: give offload too")
+        if self.lossy and not self.enabled:
+            raise UsageError("lossy rounds what is offloaded, and nothing is: give offload too")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What a plan is made for, and what says how long operations take there."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Target(_Group):
+    """What a plan is made for, and what says how long operations take there; a word alone names the device.
 
-    device: str | None = None
-    """Name in the table of devices, or a device file; by default the device that the model is on."""
-    cost_model: str = "auto"
-    """Name of a cost model."""
-    profile: Profile | None = None
-    """Costs that were recorded before."""
+    Parameters
+    ----------
+    device : str, optional
+        Accelerator to plan for: h100, or a device file. By default the model's device.
+    cost_model : str
+        roofline, measured, or auto. The data sheet of the device; every different operation is run here; or measured
+        for a moment if model and device are here.
+    profile : Profile, optional
+        Costs that 'profile' recorded, here or elsewhere.
+    """
 
+    device: str | None = _option(None, metavar="NAME")
+    _: KW_ONLY
+    cost_model: str = _option("auto", metavar="NAME")
+    profile: Profile | None = _option(None, metavar="FILE", rare=True)
 
-# Training.
 
 OPTIMIZERS = (
     "none", "sgd", "momentum", "adam", "adamw", "nadam", "radam", "adagrad", "rmsprop", "adafactor", "adam8bit",
@@ -147,28 +259,38 @@ def check_optimizer(name: str) -> None:
 PARALLEL = ("none", "ddp", "fsdp2")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """How a model is trained, as far as that takes memory."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Training(_Group):
+    """How a model is trained, as far as that takes memory; a word alone names the optimizer.
 
-    optimizer: str = "none"
-    """One of :data:`OPTIMIZERS`."""
-    master_weights: bool = False
-    """Whether parameters of 16 bits are updated through float32 copies."""
-    gradient_accumulation: bool = False
-    """Whether gradients of earlier backwards are there when the step begins."""
-    data_parallel: str = "none"
-    """``"none"``, ``"ddp"`` (each rank holds all) or ``"fsdp2"`` (``fully_shard`` on each block)."""
-    ranks: int = 1
-    """How many devices train together."""
-    tensor_parallel: int = 1
-    """How many devices share each layer."""
-    reserve: Size = 0
-    """What is to stay free for the allocator and for others: bytes, ``"1GiB"``, or ``"5%"`` of the device."""
-    arena: bool = False
-    """Whether what the step allocates has fixed places in one arena."""
-    cuda_graphs: bool = False
-    """Whether forward and backward are captured into CUDA graphs, each launched by one call."""
+    Parameters
+    ----------
+    optimizer : str
+        Its state is resident (adamw, adafactor, ...). Its own step must fit, too.
+    master_weights : bool
+        16-bit parameters have float32 copies.
+    gradient_accumulation : bool
+        Gradients of earlier backwards are resident.
+    reserve : int, float or str
+        What stays free: 1GiB, or 5% of the device.
+    data_parallel : str
+        Plan ahead for ddp or fsdp2. Each rank holds all, or ``fully_shard`` is called on each block.
+    ranks : int
+        Devices that train together.
+
+    Notes
+    -----
+    ``data_parallel`` and ``ranks`` are read off a model that is sharded already, or called by
+    ``DistributedDataParallel``; they are for planning before that.
+    """
+
+    optimizer: str = _option("none", metavar="NAME")
+    _: KW_ONLY
+    master_weights: bool = _option(False)
+    gradient_accumulation: bool = _option(False, flag="--accumulate")
+    reserve: Size = _option(0)
+    data_parallel: str = _option("none", choices=PARALLEL, rare=True)
+    ranks: int = _option(1, rare=True)
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
@@ -178,10 +300,6 @@ class Training:
             parse_size(self.reserve, whole_bytes=2**60)
         if self.ranks < 1 or (self.ranks > 1) != (self.data_parallel != "none"):
             raise UsageError(f"ranks={self.ranks} does not go with data_parallel={self.data_parallel!r}: give both")
-        if self.tensor_parallel < 1:
-            raise UsageError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}")
-        if self.tensor_parallel > 1 and self.data_parallel == "fsdp2":
-            raise UsageError("fsdp2 of layers that are spread by tensor_parallel is not planned: use one of the two")
 
 
 # Splits over many devices.
@@ -226,3 +344,39 @@ def check_chunk(chunk: Chunk) -> Chunk:
 def chunks_of(fingerprint: Mapping[str, str | int]) -> int:
     """Return the number of chunks that a plan was made for, 1 if its step is in one piece."""
     return int(fingerprint.get(CHUNKS, 1))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Runtime(_Group):
+    """What carries a plan out, and how; a word alone names the runtime.
+
+    Parameters
+    ----------
+    name : str
+        What runs the plan (auto, graph, modules, ...). Each can carry out other plans.
+    chunk : int or str
+        Compute what makes the peak in N chunks. ``"auto"`` tries several, if that makes a plan feasible or cheaper;
+        ``"off"`` none. Chunks change the last digits of loss and gradients, and need whole graphs.
+    cuda_graphs : bool
+        Run as CUDA graphs, which hold their memory. Copies of inputs, outputs and gradients count, and workspaces of
+        the stream of the captures.
+    maximum_shapes : int
+        How many sets of input sizes may have graphs; the next one is refused.
+    """
+
+    name: str = _option("auto", flat="runtime", metavar="NAME")
+    _: KW_ONLY
+    chunk: Chunk = _option(OFF, metavar="auto|off|N")
+    cuda_graphs: bool = _option(False, rare=True)
+    maximum_shapes: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk", check_chunk(self.chunk))
+        if not self.maximum_shapes >= 1:
+            raise UsageError(f"maximum_shapes must be at least 1, not {self.maximum_shapes}")
+
+
+GROUPS: dict[str, type[Any]] = {
+    "budget": Budget, "training": Training, "offload": Offload, "runtime": Runtime, "search": Search, "target": Target,
+}  # fmt: skip
+"""By the keyword of the public functions."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
 
 from planner.errors import UsageError
 
@@ -28,19 +30,40 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
     """Return by name, sorted, what the public modules of a package define, by its ``__name__`` and ``__path__``.
 
     Each module gives its ``attribute`` one object of a kind, a class or a protocol that can be checked, or a tuple of
-    several. A TypeError says that one has none, or that two have one name.
+    several. A TypeError says that one has none, or that two have one name. Modules of extras count too: those of an
+    extra that has the package's name, and the one of that name in each other extra.
     """
     found: dict[str, T] = {}
-    for file in files(path):
-        given = getattr(importlib.import_module(f"{package}.{file}"), attribute, None)
+    own = [importlib.import_module(f"{package}.{file}") for file in files(path)]
+    for module in (*own, *_of_extras(package, path)):
+        given = getattr(module, attribute, None)
         for one in given if isinstance(given, tuple) and given else (given,):
             if not isinstance(one, kind):
-                place = f"{package.replace('.', '/')}/{file}.py"
+                place = f"{module.__name__.replace('.', '/')}.py"
                 raise TypeError(f"{place} defines no {attribute} with the attributes of {kind.__name__}")
             if one.name in found:
                 raise TypeError(f"two of {package} are called {one.name!r}")
             found[one.name] = one
     return dict(sorted(found.items()))
+
+
+def _of_extras(package: str, path: Iterable[str]) -> Iterator[ModuleType]:
+    """Import what extras add to a package; an extra that builds on one that was removed adds nothing."""
+    parent, _, room = package.rpartition(".")
+    for folder in (Path(place).parent / "extras" for place in path):
+        for file in sorted([*folder.glob(f"{room}/[!_]*.py"), *folder.glob(f"*/{room}.py")]):
+            try:
+                yield importlib.import_module(f"{parent}.extras.{file.parent.name}.{file.stem}")
+            except ModuleNotFoundError as error:
+                if not (error.name or "").startswith(f"{parent}.extras."):
+                    raise
+
+
+def lazily(name: str, package: str, modules: Mapping[str, str]) -> Any:
+    """Return a public name of a package from the module that it is in, imported when it is asked for."""
+    if name not in modules:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
 
 
 def unknown(what: str, name: str, known: Iterable[str], near: Iterable[str] = ()) -> UsageError:

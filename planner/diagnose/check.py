@@ -1,23 +1,23 @@
-"""``planner.check``: all rules on one model."""
+"""``planner.check``: apply all rules to one model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from planner.capture.inputs import Inputs, LossFunction, check_module
-from planner.capture.module_facts import module_facts, outside_bytes
-from planner.common.units import Size
+from planner.capture.model_facts import module_facts, outside_bytes
+from planner.common.limits import Progress
+from planner.common.options import Search, Target, Training
 from planner.diagnose.observe import observe
 from planner.errors import CaptureError, ForwardError, RuntimeUnsupportedError
 from planner.findings import checkpoint_rules, model_rules, step_rules
 from planner.findings.finding import Diagnosis
 from planner.findings.rules import examine
 from planner.findings.subject import CapturedStep
-from planner.ir.problem import Problem, Progress
+from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.session.step import Options, captured, cost, lower_step, with_loss
 
@@ -27,18 +27,11 @@ RULES = (*checkpoint_rules.RULES, *model_rules.RULES, *step_rules.RULES)
 
 def check(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
-    device: str | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    gradient_accumulation: bool = False,
-    data_parallel: str = "none",
-    ranks: int = 1,
-    tensor_parallel: int = 1,
-    reserve: Size = 0,
+    training: Training | str = Training(),
+    target: Target | str = Target(),
     name: str = "",
     progress: Progress | None = None,
 ) -> Diagnosis:
@@ -49,10 +42,12 @@ def check(
 
     Parameters
     ----------
-    model, example_inputs, example_kwargs, loss_fn, device, name, progress
+    model, inputs, loss_fn, training, name
         See :func:`planner.plan`.
-    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, tensor_parallel, reserve
-        See :func:`planner.plan`.
+    target : str or Target
+        Its device is the one that the step is for.
+    progress : callable, optional
+        Called with short lines on how it stands.
 
     Returns
     -------
@@ -72,10 +67,9 @@ def check(
     >>> [finding.rule for finding in planner.check(model, torch.randn(4, 8), loss_fn=torch.sum).findings]
     ['loss-outside', 'batch-norm']
     """
-    asked = locals()
+    options = Options.of(locals(), search=Search(progress=progress))
     check_module(model)
-    inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options.of(asked)
+    inputs = Inputs.of(inputs)
     options.search.tell("following the forward")
     seen = observe(model, inputs)
     step, not_captured = None, ""

@@ -1,4 +1,4 @@
-"""What the forward does, seen by running it on tensors without data: above all, its own checkpointing.
+"""Observe a forward on fake tensors: above all, the calls of ``torch.utils.checkpoint`` in it.
 
 However ``torch.utils.checkpoint.checkpoint`` is reached (by a wrapper, a switch of Hugging Face's, or a name that was
 imported long ago), the interpreter calls its code object, and says so to a profile function.
@@ -23,7 +23,7 @@ from planner.capture import fake_mode
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
-from planner.capture.module_facts import tied_parameters, updates_statistics
+from planner.capture.model_facts import tied_parameters, updates_statistics
 from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in

@@ -1,11 +1,11 @@
-"""How training steps that really run compare with what their plan promises."""
+"""Compare real training steps with what their plan promises."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.device import of_model
 from planner.capture.memory import Recording, record
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, profiler_is_running
 from planner.capture.trees import leaf_tensors, leaves_of
 from planner.common.units import format_bytes, format_seconds
-from planner.diagnose.covered import Covered, covered
-from planner.diagnose.covered import lines as table
 from planner.plans.plan import Plan
-from planner.runtimes import Running
-from planner.runtimes._arena import ArenaInUse
+from planner.runtimes import PlannedModel
 
 _STEPS = 20
 """So many of the last steps are timed."""
@@ -37,6 +34,30 @@ _END = "planner: end of the backward"
 
 _BY_MEASURED = ("measured", "recorded")
 """Cost models whose seconds are of this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Covered:
+    """Input sizes that one plan serves: the same decisions, whether solved for them or taken over."""
+
+    plans: tuple[Plan, ...]
+    """One of each size, by how much its step holds without recompute."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of them."""
+        return max(plan.peak_bytes for plan in self.plans)
+
+    @property
+    def overhead(self) -> float:
+        """The largest of them, over the model's own step."""
+        return max(plan.over_eager(plan.overhead) for plan in self.plans)
+
+    @property
+    def inputs(self) -> str:
+        """The smallest and the largest of the inputs."""
+        ends = dict.fromkeys(str(plan.fingerprint["inputs"]) for plan in (self.plans[0], self.plans[-1]))
+        return " to ".join(ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +78,6 @@ class Status:
     """Of the step after the last time that the status was asked for."""
     sizes: tuple[Covered, ...] = ()
     """The input sizes that ran, each with others that the same plan covers."""
-    arena: ArenaInUse | None = None
-    """What holds the steps at fixed places; None where none was asked for, or none has run so."""
 
     @property
     def overhead(self) -> float | None:
@@ -97,11 +116,26 @@ class Status:
             ("overhead", f"{plan.over_eager(plan.overhead):+.1%}", _or_not_yet(self.overhead, "{:+.1%}".format)),
         ]
         lines = [f"{name:<8}  {promised:>10}  {seen:>10}" for name, promised, seen in rows]
-        if self.arena is not None:
-            lines.append(f"arena     {self.arena}")
         if sum(len(one.plans) for one in self.sizes) > 1:
-            lines += ["", *table(self.sizes)]
+            lines += ["", *_table(self.sizes)]
         return "\n".join([*lines, *(f"warning: {line}" for line in self.warnings)])
+
+
+def _covered(plans: Iterable[Plan]) -> tuple[Covered, ...]:
+    """Put the sizes together that have the same decisions, the smallest first."""
+    by_decisions: dict[frozenset[tuple[str, tuple[str, ...]]], list[Plan]] = {}
+    for plan in sorted(plans, key=lambda plan: plan.baseline_peak_bytes):
+        by_decisions.setdefault(frozenset(plan.recomputations.items()), []).append(plan)
+    return tuple(Covered(plans=tuple(alike)) for alike in by_decisions.values())
+
+
+def _table(sizes: Iterable[Covered]) -> Iterator[str]:
+    """Write them as a table."""
+    head = ("inputs", "sizes", "peak", "overhead")
+    rows = [(one.inputs, str(len(one.plans)), format_bytes(one.peak_bytes), f"{one.overhead:+.1%}") for one in sizes]
+    width = max(len(row[0]) for row in (head, *rows))
+    for first, *others in (head, *rows):
+        yield f"{first:<{width}}" + "".join(f"  {other:>10}" for other in others)
 
 
 def _or_not_yet(value: Any, write: Any) -> str:
@@ -111,7 +145,7 @@ def _or_not_yet(value: Any, write: Any) -> str:
 class Meter:
     """What ``model(...)`` runs once its status was asked for: the planned call, timed, one call at a time recorded."""
 
-    def __init__(self, model: nn.Module, running: Running) -> None:
+    def __init__(self, model: nn.Module, running: PlannedModel) -> None:
         self._running = running
         self._device = of_model(model)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
@@ -132,11 +166,6 @@ class Meter:
         """The plans of all input sizes that ran."""
         return getattr(self._running, "plans", {})
 
-    @property
-    def arena(self) -> ArenaInUse | None:
-        """What holds the steps at fixed places."""
-        return getattr(self._running, "arena", None)
-
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         self._take()
@@ -152,8 +181,7 @@ class Meter:
             steps=len(self._seconds),
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
-            sizes=covered(self.plans.values()),
-            arena=self.arena,
+            sizes=_covered(self.plans.values()),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +262,6 @@ class _Step:
         return self._recording.peak_bytes(until=_END)
 
 
-def metered(model: nn.Module, running: Running) -> Meter:
+def metered(model: nn.Module, running: PlannedModel) -> Meter:
     """Return the meter of a model's calls: the one that is there, or a new one."""
     return running if isinstance(running, Meter) else Meter(model, running)

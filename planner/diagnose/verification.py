@@ -1,4 +1,4 @@
-"""Real steps with and without a plan: what they hold, how long they take, and whether a bit differs."""
+"""Verify a plan on real steps: peak, time, and gradients bit for bit, with and without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +16,11 @@ from torch import nn
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.planned_call import as_its_class, parts_as_written
-from planner.capture.random_states import RandomStates
-from planner.capture.state_restore import written_by
-from planner.capture.torch_internals import call_implementation, calling
+from planner.capture.planned_call import as_its_class, calling, parts_as_written
+from planner.capture.state_restore import RandomStates, written_by
+from planner.capture.torch_internals import call_implementation
 from planner.capture.trees import leaf_tensors, tensors_in
-from planner.common.options import TOLERANCE, Budget, chunks_of
+from planner.common.options import TOLERANCE, Budget, Runtime, chunks_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import MeasuredEager, Plan, Verification
 from planner.session.step import options_of
@@ -77,38 +75,33 @@ def verify(
     with _restored(model, inputs) as start:
         step = _Step(model, inputs, loss_fn)
         planned = chosen.start(model, options, plan=plan, replan=False)
-        baseline = chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes)))
+        baseline = chosen.start(model, replace(options, budget=Budget(unbounded_bytes)))
         peak_bytes, actual = step.measured(planned, start)
         baseline_peak_bytes, expected = step.measured(baseline, start)
         control = distance(expected, step.measured(baseline, start)[1]) if bits_may_differ(step.device) else None
         if chunks_of(plan.fingerprint) > 1:
-            whole = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
+            whole = chosen.start(model, replace(options, budget=Budget(_ANY_BYTES), runtime=Runtime(plan.runtime)))
             _, one_piece = step.measured(whole, start)
         eager_peak_bytes, as_eager = step.measured(call_implementation(model), start)
         ways: dict[str, Callable[..., Any]] = {"planned": planned, "baseline": baseline}
         if plan.eager is not None:
             ways["eager"] = call_implementation(model)
-        rounds = []
-        for number in range(timed_steps):
-            order = reversed(ways) if number % 2 else iter(ways)  # none always goes first
-            rounds.append({name: step.seconds(ways[name]) for name in order})
+        rounds = [step.round(ways, backwards=bool(number % 2)) for number in range(timed_steps)]
     eager = None
     if plan.eager is not None:
-        eager = MeasuredEager(
-            peak_bytes=eager_peak_bytes + plan.total_static_bytes,
-            overhead=_overhead(rounds, "eager"),
-            equal=not compare(as_eager, actual),
-        )
+        peak = eager_peak_bytes + plan.total_static_bytes
+        equal = not compare(as_eager, actual)
+        eager = MeasuredEager(peak_bytes=peak, overhead=_overhead(rounds, "eager"), equal=equal)
     kinds = {line.split(" ", 1)[0] for line in compare(expected, actual)}
     lossy = plan.offloading is not None and plan.offloading.rounded > 0
     tolerance = ROUNDED if lossy else max(chosen.tolerance, NOISE * (control or 0.0))
-    differences = compare(expected, actual, tolerance=tolerance, in_roundings=not lossy)
     in_chunks = expected if lossy else actual
+    differences = compare(expected, actual, tolerance=tolerance, in_roundings=not lossy)
     if one_piece is not None:
         far = compare(one_piece, in_chunks, tolerance=TOLERANCE)
         differences += [f"{line}, held against the step in one piece" for line in far]
-    draws_eagers_numbers = not chosen.tolerance or as_eager.random_states == in_chunks.random_states
-    if draws_eagers_numbers:  # compiled code may draw others; what it computes of them cannot be compared
+    if not chosen.tolerance or as_eager.random_states == in_chunks.random_states:
+        # Compiled code may draw other random numbers; what it computes of them cannot be compared.
         far = compare(as_eager, in_chunks, tolerance=ROUNDED, in_roundings=False)
         differences += [f"{line}, held against the eager step" for line in far]
     resident_bytes = plan.total_static_bytes
@@ -158,6 +151,11 @@ class _Step:
         run_backward(outputs, self.loss_fn)
         return outputs
 
+    def round(self, ways: Mapping[str, Callable[..., Any]], *, backwards: bool) -> dict[str, float]:
+        """Return the seconds of one step each way; in which order, so that none always goes first."""
+        order = reversed(list(ways)) if backwards else ways
+        return {name: self.seconds(ways[name]) for name in order}
+
     def measured(self, running: Callable[..., Any], start: _ModelState) -> tuple[int, StepResult]:
         """Return what the second step allocates, and leaves behind; the first captures, plans and compiles."""
         model = self.model
@@ -195,7 +193,10 @@ def compare(
     gradient counts as no shorter than a hundredth of all gradients together: one that cancels out is nothing but
     rounding. 0 compares bits.
     """
-    close = partial(_close, tolerance=tolerance, in_roundings=in_roundings)
+
+    def close(own: torch.Tensor, other: torch.Tensor, shortest: float = 0.0) -> bool:
+        return _apart(own, other, shortest, in_roundings=in_roundings) <= tolerance
+
     shortest = _shortest(expected)
     lines = []
     if len(expected.loss) != len(actual.loss) or not all(map(close, expected.loss, actual.loss)):
@@ -205,7 +206,7 @@ def compare(
         if gradient is None or other is None:
             if gradient is not other:
                 lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
-        elif not close(gradient, other, shortest=shortest):
+        elif not close(gradient, other, shortest):
             furthest = (gradient.to_dense() - other.to_dense()).abs().max().item()
             lines.append(f"gradient of {name} differs by up to {furthest:.3g}")
     lines += [
@@ -224,8 +225,7 @@ def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = T
         other = actual.gradients[name]
         if gradient is not None and other is not None:
             pairs.append((gradient, other, shortest))
-    different = ((a, b, least) for a, b, least in pairs if not bitwise_equal(a, b))
-    return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in different), default=0.0)
+    return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in pairs), default=0.0)
 
 
 def _shortest(expected: StepResult) -> float:
@@ -236,23 +236,14 @@ def _shortest(expected: StepResult) -> float:
 
 def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool) -> float:
     """Return the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
+    if bitwise_equal(expected, actual):
+        return 0.0
+    if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
+        return math.inf
     roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps if in_roundings else 1.0
     length = max(expected.to_dense().double().norm().item(), shortest)
     apart = (expected.to_dense().double() - actual.to_dense().double()).norm().item()
-    if not apart:
-        return 0.0
-    return apart / (roundings * length) if length else math.inf
-
-
-def _close(
-    expected: torch.Tensor, actual: torch.Tensor, *, tolerance: float, shortest: float = 0.0, in_roundings: bool
-) -> bool:
-    """Whether two tensors are equal to the last bit, or as near as the tolerance says."""
-    if bitwise_equal(expected, actual):
-        return True
-    if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
-        return False
-    return _apart(expected, actual, shortest, in_roundings=in_roundings) <= tolerance
+    return 0.0 if not apart else apart / (roundings * length) if length else math.inf
 
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

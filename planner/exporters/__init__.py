@@ -19,7 +19,7 @@ from planner.common.units import format_bytes
 from planner.errors import UsageError
 from planner.exporters._export import Export, Figures, Label, Placement
 from planner.exporters._step import CannotExpressError, ExportStep
-from planner.exporters._text import comment
+from planner.exporters._whole_modules import comment
 from planner.findings.finding import collapsed
 from planner.ir.graph import named_by
 from planner.plans.module_choices import modules_of

@@ -11,7 +11,7 @@ from typing import Any
 from planner.common.atomic import write_text
 from planner.common.units import format_bytes, format_percent
 from planner.errors import UsageError
-from planner.ir.module_regions import Saved
+from planner.ir.checkpoints import Saved
 
 
 class Label(StrEnum):

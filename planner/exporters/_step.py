@@ -10,9 +10,8 @@ from planner.analysis.study import Study
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError
 from planner.exporters._export import Figures, Placement
-from planner.ir.checkpoints import BOOKKEEPING, Region, schedule_of
+from planner.ir.checkpoints import BOOKKEEPING, Region, forward_of, region_of, schedule_of
 from planner.ir.layers import find_layers
-from planner.ir.module_regions import forward_of, region_of
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -149,8 +148,6 @@ class ExportStep:
             return 0.0, 0
         operations, values = self.graph.operations, self.graph.values
         again = set(self._recorded[module].recompute)
-        if all(operations[index].target in BOOKKEEPING for index in again):
-            return 0.0, 0  # the backward reads nothing of it
         rest = [
             index
             for index in forward_of(self.graph, [module])

@@ -14,8 +14,7 @@ import json
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._text import WITHOUT_CACHE, names
-from planner.exporters._whole_modules import WholeModules
+from planner.exporters._whole_modules import WITHOUT_CACHE, WholeModules, names
 from planner.plans.plan import Plan
 
 

@@ -1,4 +1,4 @@
-"""What is wrong, or worth knowing: one shape for every warning that the project gives."""
+"""Findings: one type for all warnings of the project, with evidence, cause and fix."""
 
 from __future__ import annotations
 

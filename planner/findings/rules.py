@@ -1,4 +1,4 @@
-"""What a rule is, and how rules are asked."""
+"""The type of a rule, and how rules are applied to a subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is, and what rules look at: plain data on a model, on its forward, and on the captured step."""
+"""Facts that rules look at: the modules of a model, its checkpoint calls, and the captured step."""
 
 from __future__ import annotations
 

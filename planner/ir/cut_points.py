@@ -1,4 +1,4 @@
-"""Where the forward of a graph is narrow enough to be cut into stages."""
+"""Places where few bytes cross the forward, at which it can be cut into stages."""
 
 from __future__ import annotations
 

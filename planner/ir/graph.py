@@ -27,8 +27,6 @@ FOUND_TARGET = "found"
 """Target of what stands for the making of values that earlier steps have left, before all else."""
 
 LOSS_KEY = f"|{LOSS_NAME}|l0"
-LOSS_KEY_BEFORE = f"|{LOSS_TARGET}|l0"
-"""What plan files of recorded steps called the loss, before all steps had one key for it."""
 
 
 def named_by(key: str) -> tuple[str, str]:

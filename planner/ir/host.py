@@ -1,4 +1,4 @@
-"""The host's memory as a place to put values: how fast it is reached, how much of it there is, what may go there."""
+"""The host's memory as an offload target: its rate, its size, and which values may go there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a solver is given and what it gives back."""
+"""The planning problem that a solver gets, and the solution that it returns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.common.limits import Progress as Progress
@@ -10,6 +10,7 @@ from planner.errors import ClaimMismatchError, UsageError
 from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
+from planner.ir.policy import Decisions, held_against
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 
@@ -26,6 +27,8 @@ class Problem:
     """Where values may be offloaded to; without it none may."""
     regions: tuple[Region, ...] | None = None
     """Calls of modules that can be checkpointed, where nothing else can be recomputed or offloaded."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What a policy decided; see :mod:`planner.ir.policy`."""
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.graph.operations):
@@ -35,6 +38,10 @@ class Problem:
     def baseline(self) -> Evaluation:
         """The step without any recompute."""
         return simulate(self.graph, self.costs, Schedule.keep_all(self.graph))
+
+    def without_policy(self) -> Problem:
+        """Return the problem of those who follow no policy: what it saves cannot be recomputed all the same."""
+        return replace(self, decisions=Decisions())
 
     def evaluate(self, schedule: Schedule) -> Evaluation:
         """Simulate a schedule; what was simulated last is at hand."""
@@ -120,6 +127,8 @@ def confirm(problem: Problem, solution: Solution) -> Evaluation:
         wrong = f"to keep {problem.host.budget_bytes} bytes of the host, simulated are {evaluation.host_bytes}"
     elif solution.lower_bound_seconds > evaluation.added_seconds + tolerance:
         wrong = f"a lower bound of {solution.lower_bound_seconds} s above its own {evaluation.added_seconds}"
+    elif against := held_against(problem.graph, problem.decisions, solution.schedule):
+        wrong = f"to follow the policy, and {problem.graph.operations[min(against)].name} reads what may not be held"
     if wrong:
         raise ClaimMismatchError(f"solver {solution.solver!r} claims {wrong}; please report this as a bug")
     return evaluation

@@ -1,4 +1,4 @@
-"""What is on the device around forward and backward, as plain data."""
+"""What is resident on the device around forward and backward, as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ SHARDS = "gradient shards"
 FINDS = "finds"
 """In a plan's fingerprint: what earlier steps have left, gradients say."""
 
-TENSOR_PARALLEL = "tensor parallel"
 """In a plan's fingerprint: over how many devices it spreads each layer."""
 
 
@@ -76,8 +75,6 @@ class StaticMemory:
     """Size of each piece that matrix libraries keep, which lie by themselves."""
     has_caching_allocator: bool = False
     """Whether the device's memory is handed out as CUDA does."""
-    arena: bool = False
-    """Whether what the step allocates has fixed places in one arena."""
     graphs: GraphMemory | None = None
     """What CUDA graphs need that hold all else that the step allocates between steps; None without them."""
     has_expandable_segments: bool = False

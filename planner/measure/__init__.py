@@ -1,1 +1,1 @@
-"""What operations, losses, optimizers and devices cost and hold."""
+"""Costs of operations, losses, optimizers and devices."""

@@ -1,4 +1,4 @@
-"""How fast a device of this machine really is: a few kernels, timed, in place of a data sheet."""
+"""Measure the rates of a device of this machine with a few timed kernels, in place of a data sheet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cost_models.devices import DeviceSpec
-from planner.capture.device import entered
+from planner.capture.torch_internals import entered
 from planner.ir.problem import Progress
 from planner.measure import devices
 

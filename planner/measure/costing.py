@@ -1,4 +1,4 @@
-"""What each operation of a step costs: by a roofline, by running it here, or by a recorded profile."""
+"""Cost of each operation of a step: by a roofline, by running it here, or by a recorded profile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 import cost_models
 from cost_models.auto import AutoCosts
@@ -14,9 +14,7 @@ from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
 from cost_models.roofline import RooflineCosts
-from planner.capture import operands
-from planner.capture.in_place import overwritten_argument, write_over
-from planner.capture.joint_capture import is_fake
+from planner.capture.fake_internals import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
@@ -67,25 +65,12 @@ def cost_step(
     graph, cost_model, profile = lowered.graph, target.cost_model, target.profile
     here = device_here(model, spec)
     own = profile or cost_model == MeasuredCosts.name
-    costs = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
-    estimates, written = costs, written_by_inductor(lowered)
+    estimates = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
+    written = written_by_inductor(lowered)
     yardstick = yardstick_of(lowered, written)
-    notes: tuple[Finding, ...] = ()
-    tried: dict[int, Tried | None] = {}
-    seen: dict[int, int | None] = {}
-    if here is not None:
-        tried = workspace.measure(lowered, costs, here, workspace.effort_for(model))
-        seen = {index: None if one is None else one.workspace_bytes for index, one in tried.items()}
-        if spec.kind == "cuda":  # some do not run alone, but what they take is known
-            alone = {i: node for i, node in enumerate(lowered.operation_nodes) if node and i not in seen}
-            allowed = {i: cuda_workspace.allowance_bytes(node, spec) for i, node in alone.items()}
-            seen |= {index: size_bytes for index, size_bytes in allowed.items() if size_bytes}
-        costs = _with_workspace(costs, seen)
-        notes = tuple(_unseen(graph, seen))
-    elif spec.kind == "cuda":
-        nodes = enumerate(lowered.operation_nodes)
-        costs = _with_workspace(costs, {i: cuda_workspace.allowance_bytes(node, spec) for i, node in nodes if node})
-        notes = () if profile else (_not_here(spec),)
+    tried = workspace.measure(lowered, estimates, here, workspace.effort_for(model)) if here is not None else {}
+    seen = _workspace_bytes(lowered, spec, here, tried)
+    costs = _with_workspace(estimates, seen)
     if profile is not None:
         costing = _by_profile(lowered, spec, costs, profile, inputs)
     elif cost_model == MeasuredCosts.name:
@@ -102,13 +87,27 @@ def cost_step(
         costing = _measured_for_a_moment(_without_signatures(lowered, written - {yardstick}), costs, tried, here)
     else:
         costing = Costing(costs, RooflineCosts.name if cost_model == AutoCosts.name else cost_model)
-    # What was seen here holds, whatever a profile says that was perhaps made with less effort.
+    if here is not None:  # what was seen holds, whatever a profile says that was perhaps made with less effort
+        costing = replace(costing, costs=_with_workspace(costing.costs, seen))
     scale = 1.0 if yardstick is None else costing.costs[yardstick].seconds / estimates[yardstick].seconds
-    costs = fused_costs(lowered, _with_workspace(costing.costs, seen), written, spec, scale)
+    costs = fused_costs(lowered, costing.costs, written, spec, scale)
     # A random operation that runs again puts the generator's state by meanwhile. Its first run needs none of it;
     # telling the two apart is not worth five kilobytes.
     states = {i: costs[i].workspace_bytes + o.state_bytes for i, o in enumerate(graph.operations) if o.state_bytes}
+    notes = _unseen(graph, seen) if here is not None else _not_here(spec) if profile is None else ()
     return replace(costing, costs=_with_workspace(costs, states), warnings=(*notes, *costing.warnings))
+
+
+def _workspace_bytes(
+    lowered: LoweredGraph, spec: DeviceSpec, here: torch.device | None, tried: Mapping[int, Tried | None]
+) -> dict[int, int | None]:
+    """Return the workspace of operations by index: what was tried, else on CUDA an allowance; None if not known."""
+    seen = {index: None if one is None else one.workspace_bytes for index, one in tried.items()}
+    if spec.kind == "cuda":  # some do not run alone, but what they take is known
+        alone = {i: node for i, node in enumerate(lowered.operation_nodes) if node and i not in seen}
+        allowed = {i: cuda_workspace.allowance_bytes(node, spec) for i, node in alone.items()}
+        seen |= {index: size_bytes for index, size_bytes in allowed.items() if size_bytes or here is None}
+    return seen
 
 
 def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> tuple[OperationCost, ...]:
@@ -147,14 +146,15 @@ def _unseen(graph: TrainingGraph, seen: Mapping[int, int | None]) -> Iterator[Fi
         )
 
 
-def _not_here(spec: DeviceSpec) -> Finding:
-    return Finding(
-        rule="device-not-here",
-        evidence=f"{spec.name} is not here to be asked",
-        cause="attention kernels are those that torch would choose there, and "
-        "the workspace of convolutions, of attention and of matrix libraries is an allowance",
-        fix="profile on such a device, or verify there",
-    )
+def _not_here(spec: DeviceSpec) -> Iterator[Finding]:
+    if spec.kind == "cuda":
+        yield Finding(
+            rule="device-not-here",
+            evidence=f"{spec.name} is not here to be asked",
+            cause="attention kernels are those that torch would choose there, and "
+            "the workspace of convolutions, of attention and of matrix libraries is an allowance",
+            fix="profile on such a device, or verify there",
+        )
 
 
 def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
@@ -193,56 +193,6 @@ def _measured_for_a_moment(
         for operation, estimate in zip(operations, estimates, strict=True)
     ]
     return Costing(_without_loss(lowered.graph, costs), MeasuredCosts.name)
-
-
-def with_writing_over(
-    model: nn.Module, lowered: LoweredGraph, over: Mapping[int, int], costing: Costing, spec: DeviceSpec
-) -> tuple[OperationCost, ...]:
-    """Return costs in which operations that write over an input cost what their form in place takes here.
-
-    That makes no result anew, whose memory the system would have to find. ``over`` names for each such operation the
-    value that it writes over. What was not measured here stays as it is.
-    """
-    here = device_here(model, spec)
-    if not over or here is None or is_fake(model) or costing.cost_model != MeasuredCosts.name:
-        return costing.costs
-    forms: dict[int, fx.Node] = {}
-    for index, value in over.items():
-        node = lowered.operation_nodes[index]
-        argument = overwritten_argument(lowered, node, value) if node is not None else None
-        if node is not None and argument is not None:
-            forms[index] = _alone(node, argument)
-    graph = lowered.graph
-    signatures = {index: operands.signature(form) for index, form in forms.items()}
-    alone = replace(
-        lowered,
-        graph=replace(
-            graph,
-            operations=tuple(replace(o, signature=signatures.get(i, "")) for i, o in enumerate(graph.operations)),
-        ),
-        operation_nodes=[forms.get(index) for index in range(len(graph.operations))],
-    )
-    limit_seconds = SECONDS_FOR_EACH_OPERATION * len(forms)
-    outcome = profiling.measure(alone, costing.costs, here, time_limit_seconds=limit_seconds, trials=profiling.QUICK)
-    took = {index: found for index, signature in signatures.items() if (found := outcome.measurements.get(signature))}
-    return tuple(
-        replace(cost, seconds=took[index].seconds) if index in took else cost
-        for index, cost in enumerate(costing.costs)
-    )
-
-
-def _alone(node: fx.Node, argument: fx.Node) -> fx.Node:
-    """Return a node's call as one that writes over an argument, in a graph of its own."""
-    graph = fx.Graph()
-    given: dict[fx.Node, fx.Node] = {}
-
-    def operand(source: fx.Node) -> fx.Node:
-        if source not in given:
-            given[source] = graph.placeholder("operand")
-            given[source].meta["val"] = source.meta["val"]
-        return given[source]
-
-    return write_over(graph, node, argument, operand)
 
 
 def _by_profile(

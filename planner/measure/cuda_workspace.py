@@ -1,4 +1,4 @@
-"""What CUDA kernels allocate beyond their outputs, where there is no CUDA to see it.
+"""Workspace of CUDA kernels where there is no CUDA to measure it.
 
 What torch's own kernels allocate follows from their source and the device, and is held against them in
 ``tests/cuda/test_workspace.py``. What cuDNN allocates nobody tells: that is an allowance.
@@ -7,7 +7,9 @@ What torch's own kernels allocate follows from their source and the device, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,57 +21,22 @@ from planner.plans.allocator import MIN_BLOCK_BYTES
 
 aten = torch.ops.aten
 
-_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
-_HALVED_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-)
+_Rule = Callable[..., int]
+"""From a node, the device and the tensors among the node's arguments to bytes."""
 
 
 def allowance_bytes(node: fx.Node, spec: DeviceSpec) -> int:
     """Return the workspace of one operation on a GPU; 0 for most.
 
-    For a convolution as much as it reads and writes: cuDNN's fast kernels want channels last and rearrange what is not.
     The workspace of matrix products is resident, see :func:`cost_models.devices.library_bytes`.
     """
-    if node.target in _CONVOLUTIONS:
-        return max(_convolution(node), _bias_gradient(node, spec))
     if str(node.target).startswith("checkpoint_planner.cudnn_rnn"):
         return _recurrent(node)
-    if node.target in _SUMS:
-        x, dimensions = values_of(node.args[:2])
-        return _sum(x, dimensions, spec)
-    if node.target in _HALVED_ATTENTION:
-        return _halved_attention_backward(*_arguments(node)[1:4])
-    if node.target is aten._scaled_dot_product_efficient_attention_backward.default:
-        query, key, value = _arguments(node)[1:4]
-        return _efficient_attention_backward(query, key, value, spec)
-    if node.target is aten.embedding_dense_backward.default:
-        gradient, indices = _arguments(node)[:2]
-        return _embedding_backward(gradient, indices, int(node.args[2]))  # type: ignore[arg-type]
-    if node.target is aten._softmax_backward_data.default:
-        gradient, output = _arguments(node)[:2]
-        return _as_block(gradient) + _contiguous_copies([gradient, output])  # their product comes first
-    if node.target is aten.roll.default:
-        (x,) = _arguments(node)[:1]
-        return _as_block(x) if len(node.args[1]) > 1 or not x.is_contiguous() else 0  # type: ignore[arg-type]
-    if node.target in _MADE_CONTIGUOUS:
-        return _contiguous_copies(_arguments(node)[: _MADE_CONTIGUOUS[node.target]])
-    return 0
+    rule = _RULES.get(node.target)
+    return 0 if rule is None else rule(node, spec, *_arguments(node))
 
 
-_MADE_CONTIGUOUS = {
-    aten._softmax.default: 1,
-    aten._log_softmax.default: 1,
-    aten._log_softmax_backward_data.default: 2,
-    aten.native_layer_norm.default: 1,
-    aten.native_layer_norm_backward.default: 2,
-}
-"""Operators whose kernels copy what is not contiguous: so many of their first tensors."""
-
-
-def _contiguous_copies(tensors: list[Tensor]) -> int:
+def _contiguous_copies(tensors: Sequence[Tensor]) -> int:
     return sum(_as_block(tensor) for tensor in tensors if not tensor.is_contiguous())
 
 
@@ -81,19 +48,17 @@ def _arguments(node: fx.Node) -> list[Tensor]:
     return [tensor for source in node.args if isinstance(source, fx.Node) for tensor in tensors_of(source)]
 
 
-def _convolution(node: fx.Node) -> int:
-    tensors = [tensor for tensor in (*_arguments(node), *tensors_of(node)) if tensor.dim() >= 3]
-    if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4):
-        return 0
-    return sum(tensor.nbytes for tensor in tensors)
+def _convolution(node: fx.Node, spec: DeviceSpec, *given: Tensor) -> int:
+    """Return as much as it reads and writes: cuDNN's fast kernels want channels last and rearrange what is not.
 
-
-def _bias_gradient(node: fx.Node, spec: DeviceSpec) -> int:
-    """Return what summing the gradient over all but its channels takes, after the convolution itself."""
+    Summing the gradient over all but its channels, for that of a bias, comes after the convolution itself.
+    """
+    tensors = [tensor for tensor in (*given, *tensors_of(node)) if tensor.dim() >= 3]
+    is_last = all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors if t.dim() == 4)
+    rearranged = 0 if is_last else sum(tensor.nbytes for tensor in tensors)
     if node.target is not aten.convolution_backward.default or not node.args[-1][2]:  # type: ignore[index]
-        return 0
-    gradient = _arguments(node)[0]
-    return _sum(gradient, [d for d in range(gradient.dim()) if d != 1], spec)
+        return rearranged
+    return max(rearranged, _sum(given[0], [d for d in range(given[0].dim()) if d != 1], spec))
 
 
 def _recurrent(node: fx.Node) -> int:
@@ -190,8 +155,9 @@ _BLOCK = 128
 """Flash attention's backward rounds the length up to whole blocks of queries."""
 
 
-def _halved_attention_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
+def _halved_attention_backward(_node: fx.Node, _spec: DeviceSpec, *given: Tensor) -> int:
     """Return the gradient of the queries summed up in float32, and one float32 for each query."""
+    query, key, value = given[1:4]
     batch, heads, length, size = query.shape
     rounded = round_up(length, _BLOCK)
     summed = batch * heads * rounded * round_up(size, 32) * 4 if query.dtype != torch.float32 else 0
@@ -229,8 +195,9 @@ def _tiles(size: int, *, is_half: bool, spec: DeviceSpec) -> _Tiles:
     return _Tiles(128, 64) if size <= 96 else _Tiles(64 if size <= 128 else 128, 64, sums_keys=True)
 
 
-def _efficient_attention_backward(query: Tensor, key: Tensor, value: Tensor, spec: DeviceSpec) -> int:
+def _efficient_attention_backward(_node: fx.Node, spec: DeviceSpec, *given: Tensor) -> int:
     """Return sums of gradients tile by tile, and what each query's output and gradient come to."""
+    query, key, value = given[1:4]
     batch, heads, length, size = query.shape
     is_half = query.dtype != torch.float32
     tiles = _tiles(max(size, value.shape[3]), is_half=is_half, spec=spec)
@@ -256,11 +223,12 @@ _ROWS = 10
 """How many rows a stretch has at most."""
 
 
-def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int) -> int:
+def _embedding_backward(node: fx.Node, _spec: DeviceSpec, gradient: Tensor, indices: Tensor) -> int:
     """Return what sorting many indices takes, then the sums of stretches of equal ones; few are not sorted.
 
     A bound where each row is asked for dozens of times: newer versions of torch need less then.
     """
+    rows: int = node.args[2]  # type: ignore[assignment]
     count, width, item_bytes = indices.numel(), gradient.shape[-1], indices.element_size()
     copied = 0 if gradient.is_contiguous() else gradient.nbytes
     if count <= _UNSORTED:
@@ -271,3 +239,39 @@ def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int) -> int:
     sizes.append(parts * width * 4)
     sorting = round_up(_SORTING * count * item_bytes, MIN_BLOCK_BYTES) + _COUNTS
     return copied + max(sum(round_up(size, MIN_BLOCK_BYTES) for size in sizes), sorting)
+
+
+def _copied(count: int) -> _Rule:
+    """Return the rule of kernels that copy what is not contiguous of so many of their first tensors."""
+    return lambda _node, _spec, *given: _contiguous_copies(given[:count])
+
+
+def _softmax_backward(_node: fx.Node, _spec: DeviceSpec, *given: Tensor) -> int:
+    return _as_block(given[0]) + _contiguous_copies(given[:2])  # their product comes first
+
+
+def _roll(node: fx.Node, _spec: DeviceSpec, x: Tensor) -> int:
+    return _as_block(x) if len(node.args[1]) > 1 or not x.is_contiguous() else 0  # type: ignore[arg-type]
+
+
+def _sum_of(node: fx.Node, spec: DeviceSpec, x: Tensor) -> int:
+    return _sum(x, values_of(node.args[1]), spec)
+
+
+_RULES: dict[Any, _Rule] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution,
+    aten.sum.dim_IntList: _sum_of,
+    aten.mean.dim: _sum_of,
+    aten._scaled_dot_product_flash_attention_backward.default: _halved_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _halved_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.roll.default: _roll,
+    aten._softmax.default: _copied(1),
+    aten._log_softmax.default: _copied(1),
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _copied(2),
+    aten.native_layer_norm.default: _copied(1),
+    aten.native_layer_norm_backward.default: _copied(2),
+}

@@ -1,4 +1,4 @@
-"""The device that a model is on, and what is known of it."""
+"""Find the device that a model is on, and its figures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 import cost_models
 from cost_models.devices import DeviceSpec, library_bytes, unknown_gpu
-from planner.capture.device import of_model
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import has_onednn
-from planner.measure import libraries
+from planner.measure import cuda_settings
 from planner.plans import device_file
 
 
@@ -50,7 +50,7 @@ def _under_this_torch(spec: DeviceSpec) -> DeviceSpec:
     """Let matrix libraries keep what they do in this version of torch; what a device file says of them stays."""
     if spec.library_bytes != library_bytes(spec.architecture):
         return spec
-    return replace(spec, library_bytes=sum(libraries.workspaces(spec.architecture)))
+    return replace(spec, library_bytes=sum(cuda_settings.workspaces(spec.architecture)))
 
 
 def _is_here(spec: DeviceSpec, device: torch.device) -> bool:

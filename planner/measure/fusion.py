@@ -1,4 +1,4 @@
-"""What operations cost in code that Inductor writes: what becomes one kernel goes to memory where that begins and ends.
+"""Cost of operations in kernels that Inductor fuses: memory traffic only where a fused kernel begins and ends.
 
 An operation that Inductor writes itself is computed in the kernel of its neighbours, as far as the next library call.
 Its price is its arithmetic, what it reads that was there before that kernel, and what it makes that is read after it,
@@ -16,9 +16,8 @@ from cost_models.roofline import RooflineCosts
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.trees import tensors_in
-from planner.ir.fused import fused, stretches
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.in_place import InPlace
+from planner.ir.in_place import InPlace, fused, stretches
 
 _PLAIN = ("aten.add.Tensor", "aten.mul.Tensor")
 

@@ -1,4 +1,4 @@
-"""What a loss outside the captured graph needs, found on fake tensors, and of its kernels by trying them."""
+"""Memory of a loss outside the captured graph: saved activations and peak, followed on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
+from planner.capture.fake_internals import fake_mode, is_fake
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
-from planner.capture.joint_capture import fake_mode, is_fake, run_without_data
+from planner.capture.joint_capture import run_without_data
 from planner.capture.state_restore import put_back, written_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensorMode, call_implementation

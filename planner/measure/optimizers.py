@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps, and what its ``step()`` needs for a moment.
+"""Memory of an optimizer: its state, and the temporaries of ``step()``.
 
 There are no formulas for torch's own optimizers: the real ``step()`` runs, on tensors that have sizes
 but no data, and what it makes is counted. So the figures are those of the torch that is installed.

@@ -1,4 +1,4 @@
-"""Measure a step's operations one by one: each distinct one is run alone on the device that is here."""
+"""Time a step's operations one by one: each distinct one runs alone on the device that is here."""
 
 from __future__ import annotations
 

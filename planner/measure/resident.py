@@ -1,4 +1,4 @@
-"""What a training step finds on the device: the optimizer's state, buffers for other ranks, a reserve."""
+"""Memory resident during a training step: parameters, gradients, optimizer state, communication buffers, a reserve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.common.units import parse_size, round_up
 from planner.errors import RuntimeUnsupportedError
 from planner.ir.layers import layer_among
 from planner.ir.static_memory import GraphMemory, StaticMemory
-from planner.measure import allocator_settings, libraries
+from planner.measure import cuda_settings
 from planner.measure.optimizers import optimizer_memory
 from planner.plans.allocator import SMALL_SEGMENT_BYTES
 
@@ -32,6 +32,8 @@ def static_memory(
     spec: DeviceSpec,
     training: Training,
     blocks: Blocks = tuple,
+    *,
+    cuda_graphs: bool = False,
 ) -> StaticMemory:
     """Count everything that is resident while a whole model trains, and the optimizer's temporaries.
 
@@ -54,7 +56,7 @@ def static_memory(
     shards = training.ranks if training.data_parallel == "fsdp2" else 1
     whole_bytes = resident["parameters"]
     resident["parameters"] = _share(whole_bytes, shards)
-    streams = 2 if training.cuda_graphs else 1  # graphs are captured on one of their own
+    streams = 2 if cuda_graphs else 1  # graphs are captured on one of their own
     beside = {
         "gradients": _share(trainable_bytes, shards) * training.gradient_accumulation,
         "optimizer": _share(memory.state_bytes, shards),
@@ -66,7 +68,7 @@ def static_memory(
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
     pieces = weight_pieces(model) if spec.kind == "cuda" else {}
-    of_libraries = libraries.pieces(spec) if shards == 1 else ()
+    of_libraries = cuda_settings.pieces(spec) if shards == 1 else ()
     others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - streams * sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,
@@ -77,10 +79,9 @@ def static_memory(
         else (sum(resident.values()),),
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
-        arena=training.arena,
-        graphs=_graph_memory(model, inputs, spec) if training.cuda_graphs else None,
-        has_expandable_segments=spec.kind == "cuda" and allocator_settings.expandable_segments(),
-        allocator_settings=allocator_settings.not_simulated() if spec.kind == "cuda" else "",
+        graphs=_graph_memory(model, inputs, spec) if cuda_graphs else None,
+        has_expandable_segments=spec.kind == "cuda" and cuda_settings.expandable_segments(),
+        allocator_settings=cuda_settings.not_simulated() if spec.kind == "cuda" else "",
     )
 
 
@@ -120,7 +121,7 @@ def _graph_memory(model: nn.Module, inputs: Sequence[torch.Tensor], spec: Device
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     return GraphMemory(
         input_bytes=tuple(_bytes(t, spec.alignment_bytes) for t in inputs if id(t) not in own),
-        library_bytes=libraries.pieces(spec),
+        library_bytes=cuda_settings.pieces(spec),
         generator_bytes=0 if GENERATORS_REGISTER_THEMSELVES else SMALL_SEGMENT_BYTES,
     )
 

@@ -1,4 +1,4 @@
-"""What operations took on this machine, kept on disk: planning a like model again measures little or nothing."""
+"""Keep measured operation times on disk, so that planning a similar model again measures little or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels allocate beyond their outputs, seen by running each distinct one once.
+"""Measure the workspace of kernels, allocated beyond their outputs, by running each distinct one once.
 
 This is the one thing that a graph does not show: a convolution packs its weights, dropout on a CPU
 draws integers before it has a mask. Without it ResNet-50's peak comes out 1% too low.
@@ -20,9 +20,9 @@ from torch.profiler import record_function
 from cost_models.flops import moved_bytes
 from planner.capture import operands
 from planner.capture.dropout import kernel_of
+from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
-from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
 from planner.capture.torch_internals import profiler_is_running, storage_id

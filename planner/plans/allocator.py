@@ -386,3 +386,13 @@ def reserve_warnings(
         f"{format_bytes(reserved.reserved_bytes - available_bytes + static_bytes.get('reserve', 0))}, if the budget is "
         "all that the card has",
     )
+
+
+def whole_peak_bytes(problem: Problem, schedule: Schedule, static_memory: StaticMemory) -> int:
+    """Return what the whole device holds at most under a schedule, as its allocator counts it."""
+    static_bytes = problem.graph.static_bytes
+    asked_bytes = problem.evaluate(schedule).peak_bytes + problem.graph.total_static_bytes
+    reserved = reserved_by_cuda(problem, schedule, static_memory)
+    if reserved is None:
+        return asked_bytes
+    return max(asked_bytes, reserved.allocated_bytes + static_bytes.get("reserve", 0))

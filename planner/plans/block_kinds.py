@@ -1,4 +1,4 @@
-"""Few kinds of blocks: where blocks are compiled, each kind of block is compiled once, however many there are.
+"""Limit equal blocks to a few recompute sets, since each one is compiled by itself.
 
 Of equal blocks a plan asks different things, to use a budget to its last byte. Each kind takes seconds to compile, and
 costs hardly anything to do without: a block that recomputes a little more holds a little less.

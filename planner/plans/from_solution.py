@@ -1,15 +1,15 @@
-"""A solution written out as a plan, with all that a report says of it."""
+"""Write a solution out as a plan: decisions, predicted figures, comparisons, and warnings on its gap and price."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from planner.common import timings
 from planner.common.limits import SolveLimits
-from planner.common.units import format_bytes
+from planner.common.units import format_bytes, format_percent
 from planner.findings.finding import Finding
 from planner.findings.rules import examine
 from planner.findings.step_rules import BOTTLENECKS
@@ -21,16 +21,14 @@ from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
-from planner.plans.arena import arena_of
-from planner.plans.baselines import baseline_rows
-from planner.plans.blocks import whole_peak_bytes
-from planner.plans.gap import gap_finding, price_finding
+from planner.plans.allocator import optimizer_peak_bytes, reserve_warnings, reserved_by_cuda, whole_peak_bytes
+from planner.plans.comparison import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
+from planner.plans.ordering import smallest_budgets
 from planner.plans.plan import CapturedOrder, OperationRow, Plan, PlanOrigin
-from planner.plans.smallest import smallest_budgets
+from planner.plans.policy_reduction import policy_finding
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
 
@@ -61,19 +59,17 @@ def plan_from_solution(
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            ends = smallest_budgets(captured, problem, schedule, limits or SolveLimits(), static_memory)
-            lowest_bytes, proven_bytes = ends
-            beside = {
-                "baselines": tuple(baseline_rows(captured, problem, solution)),
-                "details": step_details(captured, problem, schedule, evaluation),
-                "values": value_table(problem, schedule) if problem.regions is None else None,
-            }
+            limits = limits or SolveLimits()
+            lowest_bytes, proven_bytes = smallest_budgets(captured, problem, schedule, limits, static_memory)
+            beside = _compared(captured, problem, solution, evaluation)
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
+    least = smallest_bytes if compare else None
+    found = _warnings(problem, evaluation, solution, limits or SolveLimits(), least)
     plan = Plan(
         model=graph.name,
-        fingerprint=dict(origin.fingerprint),
+        **_made_for(origin),
         status="optimal" if solution.is_optimal else "feasible",
         budget_bytes=problem.budget_bytes + static_bytes,
         static_bytes=dict(graph.static_bytes),
@@ -88,32 +84,46 @@ def plan_from_solution(
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
-        arena=arena_of(problem, schedule, static_memory),
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
-        capture_seconds=origin.capture_seconds,
-        cost_model=origin.cost_model,
-        device=origin.device,
-        torch=origin.torch_version,
-        runtime=origin.runtime,
         anatomy=anatomy_of_peak(graph, costs, schedule, evaluation),
         placement=placement(graph, costs, schedule, find_layers(graph)),
         **beside,
         recomputations=_decisions(graph, schedule),
         order=order,
-        captured_order=CapturedOrder(moved=sum(map(len, order.values())), recompute_seconds=solution.captured_seconds)
-        if order
-        else None,
-        warnings=(
-            *_warnings(problem, evaluation, solution, limits or SolveLimits(), smallest_bytes if compare else None),
-            *reserve_warnings(problem, reserved, static_memory),
-            *origin.warnings,
-        ),
-        eager=origin.eager,
+        captured_order=_captured_order(order, solution),
+        warnings=(*found, *reserve_warnings(problem, reserved, static_memory), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def _captured_order(order: Mapping[str, Collection[str]], solution: Solution) -> CapturedOrder | None:
+    moved_operations = sum(map(len, order.values()))
+    return CapturedOrder(moved=moved_operations, recompute_seconds=solution.captured_seconds) if order else None
+
+
+def _made_for(origin: PlanOrigin) -> dict[str, Any]:
+    """Return the fields of a plan that say where its step comes from."""
+    return {
+        "fingerprint": dict(origin.fingerprint),
+        "capture_seconds": origin.capture_seconds,
+        "cost_model": origin.cost_model,
+        "device": origin.device,
+        "torch": origin.torch_version,
+        "runtime": origin.runtime,
+        "eager": origin.eager,
+    }
+
+
+def _compared(captured: Problem, problem: Problem, solution: Solution, evaluation: Evaluation) -> dict[str, Any]:
+    """Return what a report shows beside a plan, by field."""
+    return {
+        "baselines": tuple(baseline_rows(captured.without_policy(), problem.without_policy(), solution)),
+        "details": step_details(captured, problem, solution.schedule, evaluation),
+        "values": value_table(problem, solution.schedule) if problem.regions is None else None,
+    }
 
 
 def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, limits: SolveLimits) -> Plan:
@@ -138,6 +148,8 @@ def _warnings(
     problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits, smallest_bytes: int | None
 ) -> Iterator[Finding]:
     """Look for what limits a plan, of which this is the simulation; see :func:`price_finding`."""
+    if (policy := policy_finding(problem)) is not None:
+        yield policy
     offloads = solution.schedule.offloads
     if lossy := [offload for offload in offloads if offload.lossy]:
         size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
@@ -183,4 +195,85 @@ def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow,
             runs=runs[index],
         )
         for index, (op, cost) in enumerate(zip(graph.operations, problem.costs, strict=True))
+    )
+
+
+GAP = "gap-to-bound"
+PRICE = "dearer-than-the-step"
+
+_WORTH_SAYING = 0.005
+"""From so large a gap on, as a share of the step, it is explained."""
+
+_MOVED = 0.1
+"""By so much of the gap a plan or a bound must have moved to count as moving."""
+
+
+def price_finding(problem: Problem, evaluation: Evaluation, smallest_bytes: int | None) -> Finding | None:
+    """Say that a plan, of which this is the simulation, costs more than the step without it; None if it does not.
+
+    ``smallest_bytes`` is the smallest budget of the whole device for which a plan is known, if that was asked for.
+    """
+    step_seconds = max(problem.baseline.seconds, 1e-12)
+    if evaluation.added_seconds <= step_seconds:
+        return None
+    near = ""
+    if smallest_bytes is not None:
+        above = (problem.budget_bytes + problem.graph.total_static_bytes) / max(smallest_bytes, 1) - 1
+        near = f", with {format_percent(max(above, 0.0))} more than the smallest budget known to be feasible, "
+        near += format_bytes(smallest_bytes)
+    return Finding(
+        rule=PRICE,
+        evidence=f"the plan takes {1 + evaluation.added_seconds / step_seconds:.1f} times as long as the step without "
+        f"it{near}",
+        cause="so near the smallest budget a few percent of it save much time, or cost much",
+        fix="raise the budget a little: 'what-if' (planner.what_if) shows what each one costs",
+    )
+
+
+def gap_finding(problem: Problem, solution: Solution, evaluation: Evaluation, limits: SolveLimits) -> Finding | None:
+    """Explain the gap between a solution, of which this is the simulation, and its bound; None if it is small."""
+    step_seconds = max(problem.baseline.seconds, 1e-12)
+    gap_seconds = evaluation.added_seconds - solution.lower_bound_seconds
+    if gap_seconds < _WORTH_SAYING * step_seconds or solution.lower_bound_seconds <= 0:
+        return None
+    cause, fix = "a cheaper plan may exist", "give the solver more time (--time-limit)"
+    if solution.halfway_bound_seconds is not None:
+        cause, fix = _explained(solution, gap_seconds, step_seconds, limits)
+    return Finding(
+        rule=GAP,
+        evidence=f"the plan pays {format_percent(gap_seconds / step_seconds)} of the step more than the proven lower "
+        "bound",
+        cause=cause,
+        fix=fix,
+    )
+
+
+def _explained(solution: Solution, gap_seconds: float, step_seconds: float, limits: SolveLimits) -> tuple[str, str]:
+    """Say which of both still moved in the second half of the time, and what twice the time would likely bring."""
+    before_seconds, bound_seconds = solution.halfway_added_seconds, solution.halfway_bound_seconds
+    assert bound_seconds is not None
+    longer = f"--time-limit {2 * limits.time_limit_seconds:g}"
+    risen_seconds = solution.lower_bound_seconds - bound_seconds
+    proves = f"the bound rose by {format_percent(risen_seconds / step_seconds)}" if risen_seconds > 0 else ""
+    if before_seconds is None:
+        return (
+            "time ran out for the plan: the first one was found in the second half of the time",
+            f"{longer} would likely find a cheaper one",
+        )
+    fallen_seconds = before_seconds - solution.added_seconds
+    if fallen_seconds >= _MOVED * gap_seconds:
+        fallen = format_percent(fallen_seconds / step_seconds)
+        return (
+            f"time ran out for the plan: in the second half of the time it fell by {fallen} of the step"
+            f"{f', and {proves}' if proves else ''}",
+            f"{longer} would likely save up to another {fallen}",
+        )
+    if risen_seconds >= _MOVED * gap_seconds:
+        return (
+            f"time ran out for the bound: {proves} in the second half of the time, and the plan hardly moved",
+            f"{longer} would likely prove more and save little",
+        )
+    return (
+        "neither plan nor bound moved much in the second half of the time",
+        f"{longer} would likely change little; a slightly larger budget closes the gap sooner",
     )

@@ -1,4 +1,4 @@
-"""What is alive at a moment of the step: tensors one by one, and by kind."""
+"""Tensors alive at one position of a schedule, by kind; saved and freed bytes of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices of modules, written into a plan and read back: which are checkpointed, what they keep, what they send."""
+"""Write into a plan, and read back, which modules are checkpointed, what these keep, and what modules offload."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from planner.ir.graph import named_by
 from planner.ir.problem import Problem, Solution
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
-from planner.solving.modules.offload import sending, sending_given
-from planner.solving.modules.transfer_windows import moved
-from planner.solving.modules.variants import variant_named
+from planner.solving.modules.ilp import variant_named
+from planner.solving.modules.offload import moved, sending, sending_given
 
 
 def modules_of(plan: Plan) -> tuple[str, ...]:

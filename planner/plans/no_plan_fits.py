@@ -1,22 +1,19 @@
-"""What to say of a budget that no plan keeps: which one would do, and what is in the way."""
+"""The error for a budget that no plan fits: the smallest budget that has a plan, and what limits it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from planner.common.options import Search
 from planner.common.units import format_bytes
 from planner.errors import HostBudgetError, InfeasibleBudgetError
-from planner.ir.checkpoints import nothing_unread
 from planner.ir.problem import Problem
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import OPTIMIZER_STEP
-from planner.plans.blocks import whole_peak_bytes
+from planner.plans.allocator import OPTIMIZER_STEP, whole_peak_bytes
 from planner.plans.liveness import locate_operation
-from planner.plans.ordering import in_orders_tried
-from planner.plans.plan import NoPlanFitsError, PlanOrigin
-from planner.plans.plan_file import SCHEMA
-from planner.plans.smallest import lowest_plan_known
+from planner.plans.ordering import in_orders_tried, lowest_plan_known
+from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
+from planner.plans.policy_reduction import decided_operations
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known
@@ -53,7 +50,7 @@ def no_plan_fits(
 ) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    proven_bytes = min(map(proven_lowest, in_orders_tried(replace(problem, graph=nothing_unread(graph)))))
+    proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
@@ -70,7 +67,8 @@ def no_plan_fits(
     found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
     found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
     found += f" is {smallest}"
-    message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, search.solver, error)}"
+    way_out = decided_operations(problem) or _way_out(problem, smallest_bytes, search.solver, error)
+    message = f"{found}, bound by {where}; {way_out}"
     report = {
         "schema": SCHEMA,
         "model": graph.name,

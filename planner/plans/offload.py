@@ -1,4 +1,4 @@
-"""What a plan offloads, as plain data that survives another capture: by the keys of operations."""
+"""The offloaded values of a plan, named by keys of operations so that they survive another capture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from planner.errors import PlanMismatchError
-from planner.ir.graph import LOSS_KEY, LOSS_KEY_BEFORE, TrainingGraph
+from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import Evaluation
@@ -19,7 +19,7 @@ class Place:
     Runs are counted, and values named, as if no operations were one: which are may be otherwise elsewhere.
     """
 
-    before: str = field(metadata={"renamed": {LOSS_KEY_BEFORE: LOSS_KEY}})
+    before: str
     runs: int = 0
 
 

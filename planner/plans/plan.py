@@ -1,11 +1,14 @@
-"""A plan and its parts, as plain data.
+"""A plan and its parts as plain data, and the plan file, schema 1.
 
-``planner.plans.planning`` makes them, ``planner.plans.plan_file`` turns them into JSON and back, ``planner.report``
-shows them. Whole-device bytes everywhere: what is resident is included.
+Bytes are of the whole device: what is resident is included. A plan file is data and nothing else. Reading one trusts
+nothing: each field's type and range is checked, and whatever is wrong ends in one
+:class:`~planner.errors.PlanFileError` that names it.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +16,23 @@ from typing import Any, Literal
 
 from planner.common import json_reader
 from planner.common.atomic import write_text
+from planner.common.json_reader import parse, to_data
 from planner.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
 from planner.ir.order import order_with, renumbered, reordered_graph
 from planner.ir.schedule import Schedule
-from planner.plans import plan_file
 from planner.plans.offload import Offloading, with_offloads
 from planner.plans.values import ValueTable
+
+SCHEMA = 1
+"""Version of the JSON that reports and plan files share."""
+
+_OF_THE_FILE = ("fingerprint", "decisions", "order", "values")
+"""Keys that a plan file has beside those of a report."""
+
+OWN = "this plan"
+"""Name of a plan among the ways that it is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +82,12 @@ class LayerPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineRow:
-    """A method that people use without a planner, beside the plan.
+class ComparisonRow:
+    """A way to train the step, beside others: a baseline of a plan, a strategy, a present set-up.
 
-    If there is no such schedule, the simulated peak and the overhead are None, and there is a reason. ``seconds`` is
-    the time to find it.
+    If there is no such schedule, peak and overhead are None, and there is a reason. ``seconds`` is the time to find it,
+    ``fits`` whether it keeps the budget that was asked about. Beside it may stand the best plan that is known for its
+    peak, who found that, and what is proven of all plans for that peak, or for the budget that was asked about.
     """
 
     name: str
@@ -83,6 +96,22 @@ class BaselineRow:
     seconds: float = 0.0
     fits: bool = False
     reason: str = ""
+    host_bytes: int = field(default=0, metadata={"left_out": True})
+    best_overhead: float | None = field(default=None, metadata={"left_out": True})
+    lower_bound_overhead: float | None = field(default=None, metadata={"left_out": True})
+    solver: str = field(default="", metadata={"left_out": True})
+
+    @property
+    def excess(self) -> float | None:
+        """What it pays more than the best plan."""
+        known = self.best_overhead is not None and self.overhead is not None
+        return self.overhead - self.best_overhead if known else None  # type: ignore[operator]
+
+    @property
+    def gap(self) -> float | None:
+        """What it pays more than the lower bound."""
+        known = self.lower_bound_overhead is not None and self.overhead is not None
+        return self.overhead - self.lower_bound_overhead if known else None  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,22 +137,6 @@ class ReservedMemory:
     reserved_bytes: int
     graph_pool_bytes: int = field(default=0, metadata={"left_out": True})
     """What CUDA graphs hold between steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaticArena:
-    """One piece of memory in which all that the step allocates has a fixed place; sizes are rounded up for alignment.
-
-    What is resident around the step is not in it.
-    """
-
-    size_bytes: int
-    lower_bound_bytes: int
-    """No arena is smaller: so much is there at one moment."""
-    step_peak_bytes: int
-    """What the step allocates at its peak, before sizes are rounded up."""
-    tensors: int
-    """How many have a place, workspaces of kernels among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +357,7 @@ class Plan:
     """What is alive at the peak, by kind; adds up to the peak."""
     placement: tuple[LayerPlacement, ...]
     """What happens to each layer, in forward order."""
-    baselines: tuple[BaselineRow, ...]
+    baselines: tuple[ComparisonRow, ...]
     """Other ways, and last the plan itself."""
     recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
     """The decisions: for an operation's key, the keys of what is run again right before it."""
@@ -367,8 +380,6 @@ class Plan:
     """What the device holds during that step, which comes after the backward."""
     reserved: ReservedMemory | None = field(default=None, metadata={"at": "predicted.cuda_allocator", "left_out": True})
     """What CUDA's allocator is predicted to report."""
-    arena: StaticArena | None = field(default=None, metadata={"at": "predicted.arena", "left_out": True})
-    """The step at fixed places, where that was asked for."""
     runtime: str = "graph"
     """Name of the runtime that the plan is made for."""
     details: StepDetails | None = field(default=None, metadata={"left_out": True})
@@ -461,22 +472,40 @@ class Plan:
 
     def report(self, operations: bool = False) -> dict[str, Any]:
         """Return the report as plain data, with the JSON keys of schema 1; if asked for with every operation."""
-        return plan_file.report(self, operations=operations)
+        data = {key: content for key, content in self._data().items() if key not in _OF_THE_FILE}
+        return data | {"operations": to_data(self.operations)} if operations else data
 
     def to_json(self) -> str:
-        """Return the plan file: the report, the decisions and the fingerprint."""
-        return plan_file.to_json(self)
+        """Return the plan file: the report, then the decisions and the fingerprint."""
+        data = self._data()
+        data |= {key: data.pop(key) for key in _OF_THE_FILE if key in data}
+        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+    def _data(self) -> dict[str, Any]:
+        """Return all that a plan file has, derived figures included."""
+        data: dict[str, Any] = {"schema": SCHEMA, **to_data(self)}
+        data["activation_budget_bytes"] = self.activation_budget_bytes
+        data["predicted"]["overhead"] = self.overhead
+        # Schema 1 has it beside a key that says recompute; the bound is on recompute and waiting.
+        data["lower_bound"]["overhead"] = self.lower_bound_overhead
+        if self.offloading is not None and not self.offloading.modules:
+            del data["offload"]["least_bytes"]  # of no meaning without modules
+        return data
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan file's text; a PlanFileError says that it is damaged, of another schema, or not a plan."""
-        return plan_file.from_json(text, cls)
-
-    def to_html(self) -> str:
-        """Return the report as one HTML page that needs nothing beside itself."""
-        from planner.report.page import to_html
-
-        return to_html(self)
+        root = parse(text, "plan")
+        schema = root["schema"].read(int)
+        if schema != SCHEMA:
+            raise PlanFileError(f"the plan is of schema {schema}, and schema {SCHEMA} is what can be read here")
+        if root["status"].read(str) == "infeasible":
+            raise PlanFileError("this is the report of a budget that no plan fits; it holds no plan")
+        plan = root.read(cls)
+        if plan.offloading is not None and root["offload"].has("modules"):
+            root["offload"]["least_bytes"]  # comes with them
+        _check_consistent(plan)
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan file, whole or not at all."""
@@ -494,3 +523,37 @@ class NoPlanFitsError(InfeasibleBudgetError):
     def __init__(self, message: str, *, report: dict[str, Any], **facts: Any) -> None:
         super().__init__(message, **facts)
         self.report = report
+
+
+def _check_consistent(plan: Plan) -> None:
+    """Refuse a plan whose own numbers contradict each other, as an edited or mixed-up file's do."""
+    alive_bytes = sum(plan.anatomy.values())
+    if alive_bytes != plan.peak_bytes:
+        raise PlanFileError(f"predicted.anatomy_bytes adds up to {alive_bytes}, not to the peak of {plan.peak_bytes}")
+    if not (math.isfinite(plan.overhead) and plan.lower_bound_seconds <= plan.added_seconds):
+        raise PlanFileError("predicted.recompute_seconds, lower_bound and baseline.step_seconds contradict each other")
+    if plan.peak_bytes > plan.budget_bytes:
+        raise PlanFileError(f"predicted.peak_bytes is {plan.peak_bytes}, above the budget of {plan.budget_bytes}")
+    if plan.optimizer_peak_bytes > plan.budget_bytes:
+        raise PlanFileError(f"optimizer_step.peak_bytes is above the budget of {plan.budget_bytes}")
+    if plan.total_static_bytes > plan.peak_bytes:
+        raise PlanFileError(f"static_bytes adds up to {plan.total_static_bytes}, above the peak of {plan.peak_bytes}")
+    for number, row in enumerate(plan.values.rows if plan.values is not None else ()):
+        if any(source >= number for source in row.made_from):
+            raise PlanFileError(f"values.rows.made_from[{number}] names a row that is not above it")
+    details = plan.details
+    if details is None:
+        return
+    for name, timeline, peak_bytes in (
+        ("before", details.before, plan.baseline_peak_bytes),
+        ("after", details.after, plan.peak_bytes),
+    ):
+        where = f"details.timeline.{name}"
+        if timeline.points and timeline.peak_bytes != peak_bytes:
+            raise PlanFileError(f"{where} peaks at {timeline.peak_bytes}, not at {peak_bytes} as the plan says")
+        times = [0.0, *(point.seconds for point in timeline.points), timeline.step_seconds]
+        if times != sorted(times) or timeline.backward_seconds > timeline.step_seconds:
+            raise PlanFileError(f"{where} is not in the order of time")
+    alive_bytes = sum(row.size_bytes for row in details.alive)
+    if alive_bytes > plan.peak_bytes - plan.total_static_bytes:
+        raise PlanFileError(f"details.alive_at_peak adds up to {alive_bytes}, above what the step makes")

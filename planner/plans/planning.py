@@ -1,8 +1,8 @@
-"""From a costed graph and a budget to a plan, or to the error that says what would do."""
+"""Plan a costed graph for a budget, or raise the error that names a feasible one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.common import timings
@@ -11,16 +11,16 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
+from planner.ir.policy import Decisions, Policy, decide, run_once
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.blocks import solved_in_blocks
+from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.no_plan_fits import no_plan_fits, too_little
-from planner.plans.ordering import solved_in_best_order
+from planner.plans.ordering import lowest_plan_known, solved_in_best_order
 from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.smallest import lowest_plan_known
+from planner.plans.policy_reduction import solved_by_policy
 from planner.solvers import solved
 from planner.solvers.auto import AutoSolver
 from planner.solving import lowest_known, solution_cache
@@ -28,6 +28,10 @@ from planner.solving.incumbent import Incumbent
 
 _SHORTER = 4
 """By what the time for a search is divided that comes after another."""
+
+
+ATTEMPTS = 6
+"""How often a step is solved for less; most plans whose blocks break a budget need one."""
 
 
 def make_problem(
@@ -38,10 +42,12 @@ def make_problem(
     host: Host | None = None,
     regions: tuple[Region, ...] | None = None,
     whole_bytes: int | None = None,
+    policy: Policy | None = None,
 ) -> Problem:
     """Return the problem that a budget poses: what is resident is subtracted here, and only here.
 
-    A percentage is of ``whole_bytes``, if they are given, else of the given graph's peak without recompute.
+    A percentage is of ``whole_bytes``, if they are given, else of the given graph's peak without recompute. Where a
+    policy moves values, the order of operations is fixed: another order would number them anew.
     """
     static_bytes = graph.total_static_bytes
     if whole_bytes is None:
@@ -49,7 +55,18 @@ def make_problem(
     there_bytes = static_bytes + graph.found_bytes
     limit_bytes = max(budget.in_bytes(max(whole_bytes, there_bytes), there_bytes), budget.at_least_bytes) - static_bytes
     graph = graph_for(graph, host)
-    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
+    decisions = Decisions() if policy is None else decide(graph, policy, can_offload=host is not None)
+    graph = run_once(graph, decisions)
+    if decisions.moves:
+        graph = replace(graph, runs_after=None)
+    return Problem(
+        graph=graph,
+        costs=tuple(costs),
+        budget_bytes=limit_bytes,
+        host=host,
+        regions=regions,
+        decisions=decisions,
+    )
 
 
 def unplanned_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> int:
@@ -89,13 +106,61 @@ def make_plan(
                 problem,
                 static_memory,
                 lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
-                lambda: None if search.deterministic else lowest_known.said(problem),
+                lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
             )
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
     return plan_from_solution(
         problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
     )
+
+
+def solved_in_blocks(
+    problem: Problem,
+    static_memory: StaticMemory,
+    solve: Callable[[Problem], Solution],
+    known: Callable[[], Schedule | None] = lambda: None,
+) -> Solution:
+    """Solve a problem so that the plan's blocks keep its budget; what was proven of it stays proven.
+
+    ``known`` gives a schedule that is taken where none of the solver's does: blocks of two with the same peak differ.
+    An InfeasibleBudgetError says that no such plan was found, with the smallest budget that the blocks of one keep.
+    """
+    budget_bytes = problem.budget_bytes + problem.graph.total_static_bytes
+    first = solution = solve(problem)
+    seen: list[tuple[int, Solution]] = []
+    for attempt in range(ATTEMPTS + 1):
+        needed_bytes = whole_peak_bytes(problem, solution.schedule, static_memory)
+        if needed_bytes <= budget_bytes:
+            return _bounded_by(first, solution)
+        seen.append((needed_bytes, solution))
+        tighter_bytes = solution.peak_bytes - 2**attempt * (needed_bytes - budget_bytes)
+        try:
+            solution = solve(replace(problem, budget_bytes=tighter_bytes))
+        except InfeasibleBudgetError as error:
+            if error.lowest is not None and problem.host is None and problem.regions is None:
+                lowest = Solution.simulated(problem.evaluate(error.lowest), error.lowest, first.solver)
+                seen.append((whole_peak_bytes(problem, lowest.schedule, static_memory), lowest))
+            break
+    if (schedule := known()) is not None:
+        other = Solution.simulated(problem.evaluate(schedule), schedule, first.solver)
+        seen.append((whole_peak_bytes(problem, schedule, static_memory), other))
+    least_bytes, least = min(seen, key=lambda one: one[0])
+    if least_bytes <= budget_bytes:
+        return _bounded_by(first, least)
+    at = problem.evaluate(least.schedule).peak_position
+    raise InfeasibleBudgetError(
+        "the allocator's blocks break the budget",
+        minimum_feasible_peak_bytes=least_bytes,
+        operation=problem.graph.operations[least.schedule.order[at]].name,
+        lower_bound_seconds=first.lower_bound_seconds,
+        lowest=least.schedule,
+    )
+
+
+def _bounded_by(first: Solution, solution: Solution) -> Solution:
+    """Return a solution with what was proven of the budget itself: for less, more may be proven."""
+    return replace(solution, lower_bound_seconds=min(first.lower_bound_seconds, solution.added_seconds))
 
 
 def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
@@ -116,6 +181,8 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
 
 def _solved(problem: Problem, search: Search) -> Solution:
     """Return the solution that was found before, or search for one and keep it."""
+    if problem.decisions.moves:
+        return solved_by_policy(problem, lambda asked: _solved(asked, search))
     if problem.regions is not None:  # what is kept does not say which regions were chosen
         return solved(problem, search.solver, effort=search, progress=search.progress)
     key = solution_cache.key_of(problem, search.solver, search)

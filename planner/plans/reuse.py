@@ -1,4 +1,4 @@
-"""Reuse of a plan: whether it is of this step, and whether its decisions fit another one."""
+"""Reuse a plan: check that it is for this step, or carry its decisions over to another one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.blocks import whole_peak_bytes
+from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.module_choices import variants_in
 from planner.plans.plan import Plan, PlanOrigin
@@ -50,7 +49,8 @@ def _refuse(plan: Plan, origin: PlanOrigin, keys: list[str]) -> None:
         f"{key} is {plan.fingerprint.get(key)!r} in the plan and {origin.fingerprint[key]!r} here" for key in keys
     ]
     raise PlanMismatchError(
-        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass replan=True"
+        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass "
+        "Budget(plan=plan, replan=True)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a report shows beside a plan's decisions, worked out from the solved problem."""
+"""Details of a plan: memory over time, tensors alive at the peak, and what 1 GiB more would buy."""
 
 from __future__ import annotations
 

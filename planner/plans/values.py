@@ -1,4 +1,4 @@
-"""What a plan does with each value of the forward that the backward waits for, and what the other choice would cost.
+"""Table of saved activations: which a plan saves, recomputes or offloads, and the cost of the other choice.
 
 A plan file keeps this table, so that a plan can be explained, and compared with another, without its graph.
 """

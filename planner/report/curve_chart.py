@@ -1,4 +1,4 @@
-"""The curve drawn: what of it, with characters on a terminal, and as a picture file."""
+"""Draw the curve of overhead over budget with characters on a terminal, or as a picture file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from planner.analysis.trade_off.methods import Method, is_strategy
+from planner.analysis.trade_off.answers import Method, is_strategy
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.atomic import check_writable, write_bytes
 from planner.errors import UsageError

@@ -1,4 +1,4 @@
-"""What one plan does otherwise than another: the answer, what they were made for, layers, values."""
+"""Print how two plans differ: the answer, the settings, the layers, the values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rich.text import Text
 from planner.analysis.diff import Difference, LayerDifference, Move
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
-from planner.report.alike import alike
-from planner.report.placement import fitting
+from planner.report.layers import alike, fitting
 from planner.report.style import Write, counted, print_report, signed_percent, sizes, table
 
 _MOST_ROWS, _LABEL_AT_MOST = 30, 25

@@ -1,4 +1,4 @@
-"""Why each value of a module is kept or recomputed: an answer, then one paragraph for each value."""
+"""Print why each value of a module is saved, recomputed or offloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from planner.analysis.explain import ExplainedValue, Explanation, per_ms
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import is_within
-from planner.report.alike import alike, result_name
+from planner.report.layers import alike, result_name
 from planner.report.style import counted, print_parts, print_report
 
 

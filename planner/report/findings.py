@@ -1,4 +1,4 @@
-"""What was found: evidence, why it matters, what to do; the warnings of a plan, and the answer of ``check``."""
+"""Print findings: evidence, cause and fix; the warnings of a plan, and the answer of ``check``."""
 
 from __future__ import annotations
 

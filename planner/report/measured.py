@@ -1,4 +1,4 @@
-"""What was measured: the rates of a device, and where the time of a step goes, beside the table and the roofline."""
+"""Print measurements: the rates of a device, and the operators that take most of the time."""
 
 from __future__ import annotations
 

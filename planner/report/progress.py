@@ -1,4 +1,4 @@
-"""How work stands that takes more than a moment: a bar on a terminal, lines elsewhere, nothing if it is quick."""
+"""Show the progress of slow work: a bar on a terminal, lines elsewhere, nothing if it is quick."""
 
 from __future__ import annotations
 

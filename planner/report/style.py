@@ -1,4 +1,4 @@
-"""How numbers, tables and whole reports look."""
+"""Format numbers and tables, and print whole reports."""
 
 from __future__ import annotations
 

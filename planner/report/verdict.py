@@ -1,15 +1,24 @@
-"""The first line: does it fit, what does it cost, how good is that."""
+"""What a report says of a plan in sentences: the verdict, what is offloaded, how far to trust the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.text import Text
 
-from planner.common.units import format_bytes, in_unit_of
+from planner.common.units import format_bytes, format_seconds, in_unit_of
+from planner.ir.layers import collapse
+from planner.plans.module_choices import modules_of
 from planner.plans.plan import PeakLocation, Plan
-from planner.report.style import at_least_percent, counted, signed_percent
+from planner.report.style import at_least_percent, counted, signed_percent, table
+
+_SOURCES = {
+    "roofline": "figures of a data sheet, good to rank choices and rough for the slowdown",
+    "measured": "each different operation timed alone on this machine",
+    "recorded": "each different operation timed alone before",
+}
 
 
 def verdict(plan: Plan) -> str:
@@ -20,7 +29,7 @@ def verdict(plan: Plan) -> str:
     against = " vs eager" if plan.eager is not None else ""
     proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
     cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{proven}"
-    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {again([plan])}{away}"
+    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {recomputed([plan])}{away}"
 
 
 def fits(peak_bytes: int, budget_bytes: int) -> str:
@@ -52,18 +61,10 @@ def order_saves(plan: Plan) -> str:
     return f"{counted(captured.moved, 'operation')} moved within data dependencies: {saved}"
 
 
-def render_order(plan: Plan) -> Text | None:
-    """Say so in a line of its own."""
-    saved = order_saves(plan)
-    return Text(f"Order: {saved}") if saved else None
-
-
-def again(plans: Sequence[Plan]) -> str:
-    """Say how many operations run again in one plan, or in those of all stages."""
+def recomputed(plans: Sequence[Plan]) -> str:
+    """Say how many operations are recomputed in one plan, or in those of all stages."""
     count = sum(len(operations) for plan in plans for operations in plan.recomputations.values())
-    if not count:
-        return "nothing runs again"
-    return f"{counted(count, 'operation')} {'runs' if count == 1 else 'run'} again"
+    return f"{counted(count, 'op')} recomputed" if count else "nothing recomputed"
 
 
 def infeasible_verdict(report: dict[str, Any]) -> str:
@@ -80,3 +81,132 @@ def infeasible_verdict(report: dict[str, Any]) -> str:
 def none_needs_less(proven_bytes: int, smallest_bytes: int) -> str:
     """Say what is proven of the smallest budget, if that is less than the smallest that is known."""
     return f", none below {format_bytes(proven_bytes)}" if 0 < proven_bytes < smallest_bytes else ""
+
+
+def render_offloading(plan: Plan) -> Text | None:
+    """Say what is offloaded and what that takes; nothing where it was not allowed."""
+    offloading = plan.offloading
+    if offloading is None:
+        return None
+    link = f"{offloading.bytes_per_second / 1e9:,.1f} GB/s each way"
+    if not offloading.values:
+        return Text(f"Nothing is offloaded; the host's memory is reached with {link}.")
+    count = len(offloading.values)
+    rounded = (
+        f" {offloading.rounded} of them {'is' if offloading.rounded == 1 else 'are'} rounded to bfloat16 there, at "
+        "half the size: gradients are not bit-equal, and 'verify' measures by how much."
+        if offloading.rounded
+        else ""
+    )
+    here = " On a CPU that is the same memory, so all this shows is what would move." if plan.device == "cpu" else ""
+    hidden_seconds = offloading.transfer_seconds - offloading.stall_seconds
+    return Text(
+        f"{count} {'value waits' if count == 1 else 'values wait'} in the host's memory: "
+        f"{format_bytes(offloading.host_bytes)} ({offloading.host_bytes:,} bytes) of the "
+        f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
+        f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(hidden_seconds)} of it "
+        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest."
+        f"{rounded}{here}" + "".join(f"\n{line}" for line in _senders(plan))
+    )
+
+
+def _senders(plan: Plan) -> list[str]:
+    """Name the modules that send, those that are alike in one line."""
+    checkpointed, modules = set(modules_of(plan)), plan.offloading.modules if plan.offloading else ()
+    what = [
+        f"{len(one.tensors)} of the tensors "
+        + ("that its checkpoint is given" if one.module in checkpointed else "that it saves")
+        for one in modules
+    ]
+    return [
+        f"{label}: {what[positions[0]]}" + (" each" if len(positions) > 1 else "")
+        for label, positions in collapse([one.module for one in modules], what)
+    ]
+
+
+def render_trust(plan: Plan) -> Group:
+    """Say what costs, solver and versions the plan stands on."""
+    return Group(Text("How far to trust it", style="bold"), *map(Text, statements(plan)))
+
+
+def statements(plan: Plan) -> Iterator[str]:
+    """Say where the numbers come from, what is assumed, and what would prove them."""
+    source = _SOURCES.get(plan.cost_model.split()[0] if plan.cost_model else "", "")
+    yield (
+        f"The step without recompute takes {format_seconds(plan.baseline_step_seconds)} by the {plan.cost_model} cost "
+        f"model of {plan.device}" + (f": {source}." if source else ".")
+    )
+    if plan.eager is not None:
+        yield (
+            f"Eager's own step, recorded without data, takes {format_seconds(plan.eager.step_seconds)} by the same "
+            f"costs and {plan.eager.peak_bytes:,} bytes: percentages of the budget are of that peak, and overheads "
+            "are over that time."
+        )
+    yield (
+        f"The smallest budget known to fit is {plan.minimum_feasible_peak_bytes:,} bytes"
+        f"{none_needs_less(plan.proven_minimum_peak_bytes, plan.minimum_feasible_peak_bytes)}. Captured in "
+        f"{format_seconds(plan.capture_seconds)}{f', torch {plan.torch}' if plan.torch else ''}; solved in "
+        f"{format_seconds(plan.solve_seconds)} by {plan.solver} ({plan.status})."
+    )
+    missing = [
+        what
+        for kind, what in (("optimizer", "an optimizer (--optimizer)"), ("reserve", "a reserve (--reserve)"))
+        if kind not in plan.static_bytes
+    ]
+    if missing:
+        yield f"Not counted, because you did not ask for it: {', '.join(missing)}."
+    if plan.verification is None:
+        yield "This is predicted. 'verify' runs real steps and compares peak and bits."
+
+
+def render_measured(plan: Plan) -> Group | None:
+    """Show what was predicted beside what real steps showed, if they have been run."""
+    measured = plan.verification
+    if measured is None:
+        return None
+    peaks = [
+        ("peak with the plan, bytes", plan.peak_bytes, measured.peak_bytes),
+        ("peak without it, bytes", plan.baseline_peak_bytes, measured.baseline_peak_bytes),
+    ]
+    overheads = [("overhead", plan.overhead, measured.overhead)]
+    if plan.eager is not None and measured.eager is not None:
+        peaks.append(("peak of eager, bytes", plan.eager.peak_bytes, measured.eager.peak_bytes))
+        overheads.append(("step time against eager", plan.over_eager(plan.overhead), measured.eager.overhead))
+    shown = table(
+        f"Measured in {measured.steps} real steps",
+        [
+            *((name, f"{expected:,}", f"{seen:,}", f"{seen - expected:+,} bytes") for name, expected, seen in peaks),
+            *(
+                (name, signed_percent(expected), signed_percent(seen), f"{(seen - expected) * 100:+.1f} points")
+                for name, expected, seen in overheads
+            ),
+        ],
+        ("", lambda row: row[0], str),
+        ("predicted", lambda row: row[1], str),
+        ("measured", lambda row: row[2], str),
+        ("difference", lambda row: row[3], str),
+    )
+    agree = (
+        ("loss", measured.loss_equal),
+        ("gradients", measured.gradients_bitwise_equal),
+        ("buffers", measured.buffers_equal),
+    )
+    words = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in agree)
+    exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
+    if measured.eager is not None:
+        exact.append(f". Against eager: {'equal' if measured.eager.equal else 'not all bits are equal'}")
+    if measured.rounding_error is not None:
+        exact.append(
+            ". Values are rounded on their way to the host, so no bits are promised: loss and gradients are off by up "
+            f"to {measured.rounding_error:.2g} of their length ({measured.tolerance:g} is allowed)"
+        )
+    elif measured.control:
+        kept = "is no further off than that allows" if measured.agrees else "is FURTHER OFF"
+        exact.append(f". Two steps without the plan differ by {measured.control:.2g} of their length; the plan {kept}")
+    elif measured.tolerance:
+        kept = "they stay within" if measured.agrees else "they DO NOT stay within"
+        exact.append(f". This runtime promises no bits: {kept} {measured.tolerance:g} of each other")
+    if measured.from_one_piece:
+        exact.append(f". From the step in one piece they are {measured.from_one_piece:.1g} of their length away")
+    differences = (Text(f"differs: {line}") for line in measured.differences)
+    return Group(shown, exact, *differences)

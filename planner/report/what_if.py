@@ -1,4 +1,4 @@
-"""What-if: the curve with its knee and the user's budget, and whatever else was asked about."""
+"""Print a what-if: the curve with its knee and the budget asked about, then the other axes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from functools import partial
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from planner.analysis.trade_off.accelerators import DeviceRow
-from planner.analysis.trade_off.answers import Answers
-from planner.analysis.trade_off.methods import Method
-from planner.analysis.trade_off.outcome import Outcome
-from planner.analysis.trade_off.sizes import SizeAxis, SizeRow
+from planner.analysis.trade_off.answers import Answers, Method
+from planner.analysis.trade_off.axes import DeviceRow, Outcome, SizeAxis, SizeRow
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
 from planner.report.curve_chart import draw

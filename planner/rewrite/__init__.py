@@ -1,1 +1,1 @@
-"""Planned graphs: forward and backward in the order of a schedule."""
+"""Write planned graphs: forward and backward in the order of a schedule."""

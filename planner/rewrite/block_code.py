@@ -1,4 +1,4 @@
-"""What the code that Inductor drafts for a block holds, as operations that stand for the code in a step.
+"""Replace a block's operations by the memory that Inductor's code for it holds, as operations of the step.
 
 The code runs on fake tensors, and what it makes is added up. When what it is given is freed, the step alone knows:
 others may hold it too. So a backward becomes one operation for each stretch of its code in which the same of what it
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.call_nodes import CallNodes
 from planner.capture.inductor_internals import Draft
 from planner.capture.joint import tensors_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
+from planner.capture.operands import CallNodes
 from planner.capture.torch_internals import FakeTensor, storage_id
 from planner.capture.trees import tensors_in
 from planner.ir.graph import Operation, OperationCost, Phase, Value

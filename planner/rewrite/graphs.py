@@ -1,4 +1,4 @@
-"""Turn a schedule into the forward and the backward fx graph that carry it out.
+"""Write the forward and backward fx graphs that carry out a schedule.
 
 Nodes are emitted in the schedule's order. A view is made again from the current copy of its
 storage where it is first read, so it never holds a copy longer than the simulator says. What
@@ -19,7 +19,7 @@ from torch import fx
 
 from planner.capture.cuda_graph_internals import run_again, run_and_save
 from planner.capture.in_place import overwritten_argument, write_over
-from planner.capture.joint import is_batch_norm, is_random
+from planner.capture.joint import DEFERRED, is_batch_norm, is_deferred, is_random
 from planner.capture.lowering import LoweredGraph
 from planner.capture.symbolic import is_symbolic
 from planner.capture.torch_internals import (
@@ -31,8 +31,6 @@ from planner.capture.torch_internals import (
 from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
-from planner.rewrite.layouts import OF_ANY_LAYOUT
-from planner.transforms.weights_last import REST, is_rest
 
 aten = torch.ops.aten
 
@@ -53,6 +51,22 @@ class Draws(NamedTuple):
 EAGER = Draws(run_and_save_rng_state, run_with_rng_state)
 CAPTURED = Draws(run_and_save, run_again)
 """For graphs that may be captured into CUDA graphs."""
+
+
+def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) -> Any:
+    """Compute GroupNorm's backward of a gradient of any layout: CPU kernels up to torch 2.13 do not look at it.
+
+    In eager, derivatives copy such a gradient first. In a captured step tracing settled whether to, by the layouts that
+    it saw; where a step's own differ all the same, the copy is made here.
+    """
+    layouts = zip(x.shape, gradient.stride(), x.stride(), strict=True)
+    if any(size > 1 and own != wanted for size, own, wanted in layouts):
+        gradient = torch.empty_like(x).copy_(gradient)
+    return aten.native_group_norm_backward.default(gradient, x, *others)
+
+
+_OF_ANY_LAYOUT: dict[Any, Any] = {aten.native_group_norm_backward.default: _group_norm_backward}
+"""What is called in place of an operator."""
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
@@ -106,8 +120,8 @@ def extract_fwd_bwd(
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
-    if REST in lowered.joint.graph.output_node().meta:
-        backward.graph.output_node().meta[REST] = lowered.joint.graph.output_node().meta[REST]
+    if DEFERRED in lowered.joint.graph.output_node().meta:
+        backward.graph.output_node().meta[DEFERRED] = lowered.joint.graph.output_node().meta[DEFERRED]
     tensors = saved[: len(saved) - len(of_numbers)]
     for taken in reversed([*(taken for _, taken in (*of_numbers, *tensors)), *tangents]):
         next(iter(backward.graph.nodes)).prepend(taken)
@@ -121,9 +135,9 @@ def extract_fwd_bwd(
 def _run_backward(
     backward: _Emitter, lowered: LoweredGraph, positions: range, skipped: Container[int]
 ) -> tuple[Any, ...]:
-    """Write the backward and return what leaves it; what is only for weights is marked, if the graph has it last."""
+    """Write the backward and return what leaves it; nodes of a deferred part come last and are marked."""
     order, outputs = backward.order, lowered.joint.outputs[1]
-    rest = {index for index, node in enumerate(lowered.operation_nodes) if is_rest(node)}
+    rest = {index for index, node in enumerate(lowered.operation_nodes) if is_deferred(node)}
     if not rest:
         backward.run(positions, skipped)
         return backward.resolve_gradients(outputs)
@@ -135,14 +149,14 @@ def _run_backward(
             begins = position + 1
         ran.add(index)
     backward.run(range(positions.start, begins), skipped)
-    late = lowered.joint.graph.output_node().meta[REST]
+    late = lowered.joint.graph.output_node().meta[DEFERRED]
     sent = backward.resolve_gradients([None if at in late else node for at, node in enumerate(outputs)])
     first = set(backward.graph.nodes)
     backward.run(range(begins, positions.stop), skipped)
     kept = backward.resolve_gradients([node if at in late else None for at, node in enumerate(outputs)])
     for node in backward.graph.nodes:
         if node not in first and node.op != "placeholder":
-            node.meta[REST] = True
+            node.meta[DEFERRED] = True
     return tuple(own if own is not None else later for own, later in zip(sent, kept, strict=True))
 
 
@@ -373,7 +387,7 @@ class _Emitter:
         else:
             new = self.graph.node_copy(node, self.resolve)
             called = self.lowered.called(node)
-            new.target = OF_ANY_LAYOUT.get(called, called)
+            new.target = _OF_ANY_LAYOUT.get(called, called)
         self._adopt(index, node, new, again)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:

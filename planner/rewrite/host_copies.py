@@ -1,4 +1,4 @@
-"""Copies of tensors in the host's memory, sent and fetched beside the computing: what planned graphs call.
+"""Offload tensors to host memory and fetch them back, overlapped with compute: what planned graphs call.
 
 A planned graph holds an offloaded tensor as its *place*: bytes of the host as a CPU tensor, which
 autograd saves like any other. On CUDA a place is pinned, and copies run on two streams of their own,

@@ -1,4 +1,4 @@
-"""What the code that Inductor drafts for a step allocates: it is run on fake tensors, line by line."""
+"""Predict the peak of Inductor's code by running its draft on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import fx
 
 from planner.capture import operands
 from planner.capture.autograd_accumulation import gradient_copies
-from planner.capture.call_nodes import CallNodes
 from planner.capture.inductor_internals import Draft
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
+from planner.capture.operands import CallNodes
 from planner.capture.storages import PeakRecorder
 from planner.capture.torch_internals import (
     FakeTensor,

@@ -1,4 +1,4 @@
-"""Ways to run a plan, found by their files.
+"""Runtimes: ways to run a model under a plan, each found by its file.
 
 Every public module of this package defines one ``RUNTIME``; dropping a file in is all it takes to
 add one. Each plans what it can carry out, by the same simulator.
@@ -25,7 +25,7 @@ Prepare = Callable[["Inputs"], "Options"]
 
 
 @runtime_checkable
-class Running(Protocol):
+class PlannedModel(Protocol):
     """What ``model(...)`` runs while a plan is in force."""
 
     @property
@@ -43,7 +43,7 @@ class Running(Protocol):
 
 
 @runtime_checkable
-class Runtime(Protocol):
+class RuntimePlugin(Protocol):
     """What a runtime module's ``RUNTIME`` offers."""
 
     name: str
@@ -74,7 +74,7 @@ class Runtime(Protocol):
         plan: Plan | None = None,
         replan: bool = True,
         prepare: Prepare | None = None,
-    ) -> Running:
+    ) -> PlannedModel:
         """Return what is to run in place of the model's call; ``plan`` holds decisions to carry out.
 
         Unless ``replan``, a plan that does not match is refused, and not replaced.
@@ -94,10 +94,12 @@ def check(name: str) -> None:
 
 
 @cache
-def get(name: str) -> Runtime:
+def get(name: str) -> RuntimePlugin:
     """Return a runtime by its name, which is that of its file, or raise UsageError."""
     check(name)
     runtime = getattr(importlib.import_module(f"{__name__}.{name}"), "RUNTIME", None)
-    if not isinstance(runtime, Runtime) or runtime.name != name:
-        raise TypeError(f"planner/runtimes/{name}.py defines no RUNTIME of that name with the attributes of Runtime")
+    if not isinstance(runtime, RuntimePlugin) or runtime.name != name:
+        raise TypeError(
+            f"planner/runtimes/{name}.py defines no RUNTIME of that name with the attributes of RuntimePlugin"
+        )
     return runtime

@@ -19,11 +19,12 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.capture.device import entered, of_model
 from planner.capture.inductor_internals import settings_of, without_plan
 from planner.capture.joint_capture import differentiable_outputs
+from planner.capture.model_facts import of_model
 from planner.capture.pieces import Piece, model_of, numbers_among
-from planner.capture.random_states import random_states_kept
+from planner.capture.state_restore import random_states_kept
+from planner.capture.torch_internals import entered
 from planner.common.options import Budget
 from planner.common.units import format_bytes, format_percent, parse_size, round_up
 from planner.errors import InfeasibleBudgetError, PlannerError, RuntimeUnsupportedError, UsageError
@@ -33,7 +34,7 @@ from planner.plans.budget_split import Call, calls_in, fraction_that_fits, least
 from planner.plans.plan import Plan
 from planner.runtimes._gradients import planned_node
 from planner.runtimes._pieces import Made, Program
-from planner.session.capture_progress import working
+from planner.session.capture_progress import log_progress
 from planner.session.step import Options
 
 RUNTIMES = ("inductor", "graph")
@@ -47,9 +48,9 @@ class Backend:
     """What ``torch.compile`` takes for its backend; :func:`planner.backend` makes it."""
 
     def __init__(self, options: Options) -> None:
-        assert options.budget.budget is not None
+        assert options.budget.size is not None
         self.options = options
-        self._budget_bytes = parse_size(options.budget.budget)
+        self._budget_bytes = parse_size(options.budget.size)
         self.reset()
 
     def reset(self) -> None:
@@ -104,7 +105,7 @@ class Backend:
 
     @property
     def _is_compiled(self) -> bool:
-        return self.options.runtime == "inductor"
+        return self.options.runtime.name == "inductor"
 
     def _settings(self, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
         if self._is_compiled:
@@ -219,8 +220,8 @@ class Backend:
         call.demand_bytes = call.own_bytes + call.made.peak_with(loss)
 
     def _made(self, call: _Call, room_bytes: int, loss: LossMemory | None, fraction: float) -> Made:
-        options = replace(self.options, budget=Budget(activation_budget=max(1, room_bytes)), loss=loss)
-        with working(call.program.model) as done:
+        options = replace(self.options, budget=Budget(activations=max(1, room_bytes)), loss=loss)
+        with log_progress(call.program.model) as done:
             made = call.program.planned(options)
             done(f"{call.program.name} of {self._count}", made.plan)
         noted = (*made.plan.warnings, self._note(call, fraction))
@@ -302,7 +303,7 @@ class _Graph:
         """Return the program for the sizes of a call."""
         sizes = self._sizes(given) if self._varies else ()
         if sizes not in self.programs:
-            most = self.backend.options.maximum_shapes
+            most = self.backend.options.runtime.maximum_shapes
             if len(self.programs) >= most:
                 raise RuntimeUnsupportedError(
                     f"{self.name} was called with {most} sets of sizes, each of which needs code of its own: pad or "

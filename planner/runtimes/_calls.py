@@ -1,42 +1,138 @@
-"""What runtimes share: the calls of one wrapped model, how they start, and when they need another plan."""
+"""Calls of a wrapped model, shared by all runtimes: which plan is in force, and when another is needed."""
 
 from __future__ import annotations
 
+import threading
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from planner.capture.device import entered, of_model
-from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs, differentiable_in
-from planner.capture.module_internals import switches_and_sizes
+from planner.capture.model_facts import finds_gradients, gradient_state, of_model, shards_of, unplanned_sharding
+from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
-from planner.capture.parallel import (
-    ddp_around,
-    finds_gradients,
-    gradient_state,
-    shards_of,
-    unplanned_sharding,
-)
-from planner.capture.torch_internals import call_implementation, is_transformed, is_watched
+from planner.capture.parallel_events import Gradients
+from planner.capture.torch_internals import call_implementation, entered, is_transformed, is_watched
 from planner.capture.trees import leaves_of
+from planner.common.units import format_bytes
 from planner.errors import NoBackwardError
+from planner.ir.static_memory import FINDS
 from planner.plans.plan import Plan
-from planner.runtimes import Prepare, Running
-from planner.runtimes._arena import ArenaInUse, Arenas
-from planner.runtimes._held_gradients import HeldGradients
-from planner.runtimes._overlapping_calls import OpenCalls
-from planner.session.capture_progress import working
+from planner.runtimes import PlannedModel, Prepare
+from planner.session.capture_progress import log_progress
 from planner.session.eager_study import DEPENDS_ON_DATA
 from planner.session.step import Options
+
+
+class HeldGradients:
+    """The gradients that the calls of one wrapped model begin with."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._name = type(model).__name__
+        # A budget for what a step adds is not for what is there before it; a pipeline's plan counts its micro-batches.
+        adds_up = options.training.gradient_accumulation or options.is_stage
+        self._is_counted = adds_up or options.budget.size is None
+        self._is_said = False
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        """Those of the last plan: to look for them in every step takes as long as a dozen small operations."""
+        self._plan: Plan | None = None
+
+    def bytes_of(self, model: nn.Module, plan: Plan | None) -> int:
+        """Return what the gradients of earlier backwards take, where nobody counts them, under the plan in force."""
+        if self._is_counted or self._is_said:
+            return 0
+        if plan is None or plan is not self._plan:
+            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
+            leaves = (p for p in model.parameters() if p.is_leaf)
+            self._parameters, self._plan = [*map(weakref.ref, leaves)], plan
+        gradients = [p.grad for reference in self._parameters if (p := reference()) is not None]
+        return sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
+
+    def check(self, held_bytes: int, plan: Plan | None) -> None:
+        """Warn, once, if a plan breaks its budget beside so much."""
+        if plan is None or not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
+            return
+        if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
+            return  # it was made for a step that begins with them
+        self._is_said = True
+        warnings.warn(
+            f"{self._name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier backwards. Its "
+            f"plan has {format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for them: pass "
+            "training=Training(gradient_accumulation=True) to auto_wrap, or free them before each step with "
+            "zero_grad(set_to_none=True)",
+            stacklevel=7,
+        )
+
+
+class _Open:
+    """A call whose backward has not begun: hooks on its graph hold this, so it lives as long as the graph does."""
+
+    def __init__(self, calls: OpenCalls) -> None:
+        self.of = weakref.ref(calls)
+        self.has_begun = False
+
+    def begin(self, _gradients: Any) -> None:
+        self.has_begun = True
+
+
+_all: weakref.WeakSet[_Open] = weakref.WeakSet()
+"""Of all wrapped models."""
+_one_at_a_time = threading.Lock()
+
+
+class OpenCalls:
+    """The calls of one wrapped model, each of which should be over before the next one begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.name = type(model).__name__
+        self._last: weakref.ref[_Open] | None = None
+        self._is_said = False
+        self._said_of_others = False
+
+    def check(self) -> None:
+        """Warn, once, if the last call still waits for its backward, and once if one of another model does."""
+        last = self._last() if self._last is not None else None
+        if last is not None and not last.has_begun and not self._is_said:
+            self._is_said = True
+            warnings.warn(
+                f"{self.name} is called again before the backward of its last call. What each of them saves is held "
+                "together, and the budget is that of one: call it once with all inputs, run each backward before the "
+                "next call, or leave room in the budget",
+                stacklevel=7,
+            )
+        if not self._said_of_others and (others := self._others()):
+            self._said_of_others = True
+            warnings.warn(
+                f"{self.name} is called before the backward of {others[0]}, which is planned too. What both save is "
+                "held together, and each budget is that of one: give them activation_budget=, which add up to what "
+                "there is, or wrap a module that contains both",
+                stacklevel=7,
+            )
+
+    def _others(self) -> list[str]:
+        with _one_at_a_time:
+            calls = [call.of() for call in _all if not call.has_begun]
+        return [other.name for other in calls if other is not None and other is not self]
+
+    def begun(self, outputs: Any) -> None:
+        """Watch for the backward of a call that gave these outputs."""
+        call = _Open(self)
+        for output in differentiable_in(outputs):
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(call.begin)
+        self._last = weakref.ref(call)
+        with _one_at_a_time:
+            _all.add(call)
+
 
 MAY_BE_ABOVE = "gradients are right, and the peak may be above the predicted one"
 
@@ -80,7 +176,6 @@ class PlannedCalls(ABC):
         self._open = OpenCalls(model)
         settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
         self._held = HeldGradients(model, options)
-        self._arenas = Arenas(model) if options.training.arena else None
 
     @property
     def must_match(self) -> bool:
@@ -94,23 +189,11 @@ class PlannedCalls(ABC):
         if not self.options.is_stage:
             self._open.check()
         held_bytes = self._held.bytes_of(self.model, self.plan)
-        with entered(of_model(self.model, args, kwargs)), self._placed(args, kwargs) as places_backward:
+        with entered(of_model(self.model, args, kwargs)):
             result = self.run(args, kwargs)
-            places_backward(result)
         self._open.begun(result)
         self._held.check(held_bytes, self.plan)
         return result
-
-    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Callable[[Any], None]]:
-        """Give what a call allocates its places, if that was asked for; then its backward's, told what it returned."""
-        if self._arenas is None:
-            return nullcontext(lambda _result: None)
-        return self._arenas.forward(situation_of(self.model, Inputs(args, kwargs)))
-
-    @property
-    def arena(self) -> ArenaInUse | None:
-        """What the arena holds; None where there is none, or not yet."""
-        return self._arenas.in_use if self._arenas is not None else None
 
     @abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,10 +208,8 @@ class PlannedCalls(ABC):
             return True
         return not torch.is_grad_enabled()
 
-    def stop(self) -> None:
-        """Let nothing have a place any more: between calls the model's parts are as they were."""
-        if self._arenas is not None:
-            self._arenas.stop()
+    def stop(self) -> None:  # noqa: B027
+        """Do nothing: between calls the model's parts are as they were."""
 
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; what a percentage came to before still holds."""
@@ -149,7 +230,9 @@ class PlannedCalls(ABC):
                 are_in_buckets=ddp.finds_views,
                 go_into_buckets=ddp.has_views and ddp.sends,
             )
-        return replace(options, training=training, gradients=gradients)
+        # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
+        is_first = options.plan_collectively and not self.is_confirmed
+        return replace(options, training=training, gradients=gradients, plan_collectively=is_first)
 
     def put_in_force(self, plan: Plan) -> None:
         """Let a new plan be the one in force: a percentage is then of its step at least."""
@@ -195,7 +278,7 @@ class CallsInSituations(PlannedCalls):
         if situation not in self._decided:
             why = "a call unlike the earlier ones" if self._decided else "the first call"
             try:
-                with working(self.model) as done:
+                with log_progress(self.model) as done:
                     self._decided[situation] = self.decide(inputs)
                     done(why, self._decided[situation][0])
             except NoBackwardError:
@@ -251,7 +334,7 @@ def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | No
         warnings.warn(f"DDP has a communication hook, and what that holds is not counted: {MAY_BE_ABOVE}", stacklevel=9)
 
 
-class StartsCalls:
+class RuntimeOfCalls:
     """A runtime whose calls are those of one class, and whose numbers and peaks are exact."""
 
     calls: ClassVar[Any]
@@ -260,7 +343,7 @@ class StartsCalls:
     runs_sharded = False
     runs_compiled_parts = False
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
-        running: Running = self.calls(model, options, **settings)
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
+        """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
+        running: PlannedModel = self.calls(model, options, **settings)
         return running

@@ -1,4 +1,4 @@
-"""Looks for a plan whose code keeps the budget, where Inductor's code holds something else than its graph.
+"""Search for a plan whose compiled code keeps the budget: Inductor's code has another peak than its graph.
 
 A plan is made for a limit of the graph's peak, and its code is drafted. Where the code holds too much the graph is
 planned anew for less, and where it leaves much of the budget, for more. Of those that fit, the one that recomputes
@@ -100,7 +100,7 @@ class CodeSearch(Generic[CodeT]):
             return _given(plan, options, reuse)
         if self.limit is None:
             return plan(alone(options), reuse=reuse)
-        step = plan(replace(alone(options), budget=Budget(budget=self.limit.graph_bytes)))
+        step = plan(replace(alone(options), budget=Budget(self.limit.graph_bytes)))
         return replace(step, plan=replace(step.plan, budget_bytes=self.limit.budget_bytes))
 
     def _refuse(self, error: NoPlanFitsError) -> None:
@@ -133,7 +133,7 @@ class CodeSearch(Generic[CodeT]):
         if self._must_match and not fits:
             raise PlanMismatchError(
                 f"compiled here, the plan holds {format_bytes(needed_bytes)}, and its budget is "
-                f"{format_bytes(self._budget_bytes)}: plan again, or pass replan=True"
+                f"{format_bytes(self._budget_bytes)}: plan again, or pass Budget(plan=plan, replan=True)"
             )
         is_lowest = self.best is None and self._refused is not None
         if self._must_match or is_lowest or self._is_good_enough() or self._attempts == ATTEMPTS:
@@ -184,7 +184,7 @@ def alone(options: Options) -> Options:
 
 def _given(plan: Callable[..., PlannedStep], options: Options, given: Plan | None) -> PlannedStep:
     """Take over a plan that was given; its budget is held against the code, of which the graph may hold more."""
-    unlimited = replace(options, budget=Budget(budget=2**60))
+    unlimited = replace(options, budget=Budget(2**60))
     step = plan(unlimited, reuse=given, must_match=True)
     posed = step.study.posed(options.budget)
     budget_bytes = posed.budget_bytes + posed.graph.total_static_bytes
@@ -199,7 +199,7 @@ def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
     step, peak_bytes = found.step, found.needed_bytes
     plan = step.plan
     if search.compare:
-        problem = step.study.posed(Budget(budget=plan.peak_bytes))
+        problem = step.study.posed(Budget(plan.peak_bytes))
         plan = with_comparison(problem, plan, step.study.static_memory, search)
     note = Finding(
         rule="compiled-peak",

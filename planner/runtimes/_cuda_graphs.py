@@ -1,4 +1,4 @@
-"""CUDA graphs of planned steps: the forward is one launch, and so is the backward.
+"""CUDA graphs of planned steps: one launch for the forward, one for the backward.
 
 The first call of each kind runs the planned graphs as ever. The second captures them; from then on they are launched.
 What a launch reads and writes lies where it lay at the capture, so
@@ -42,13 +42,12 @@ from planner.capture.cuda_graph_internals import (
     run_again,
     stream_on,
 )
-from planner.capture.device import entered
-from planner.capture.dispatch_internals import written_and_shown
 from planner.capture.joint import is_random
+from planner.capture.model_facts import has_several_ranks, is_sharded
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_several_ranks, is_sharded
+from planner.capture.planned_graph_internals import written_and_shown
 from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
-from planner.capture.torch_internals import boxed
+from planner.capture.torch_internals import boxed, entered
 from planner.errors import RuntimeUnsupportedError
 from planner.rewrite.graphs import drawn_by
 

@@ -1,4 +1,4 @@
-"""What autograd must still get right around a planned graph.
+"""Autograd around a planned graph: outputs whose gradients are missing or unexpected, and double backward.
 
 A planned backward is traced for the outputs that a loss is expected to reach. Here is what
 happens otherwise: an output whose gradient does not come leaves at ``None`` what only it reaches,

@@ -1,4 +1,4 @@
-"""Hooks on saved tensors: what chosen modules save for backward waits in the host's memory.
+"""Saved-tensor hooks that offload to host memory what chosen modules save for backward.
 
 They are entered around a module's call, and see what is saved there. Around a checkpoint they see what it saves
 itself, which is what it was given: its own hooks lie further in, and keep what is saved inside. A tensor is sent when

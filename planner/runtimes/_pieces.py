@@ -1,4 +1,4 @@
-"""A graph that Dynamo cut out, at certain sizes: what it holds, and the code that runs it, planned or not yet."""
+"""One graph between two graph breaks, at certain sizes: its memory, and the code that runs it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import fx, nn
 
 from planner.analysis.study import Study
-from planner.capture.device import entered, of_model
 from planner.capture.failures import explain_forward
 from planner.capture.inductor_internals import draft_with_inductor, with_settings
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Backend, Stopped, differentiable_outputs
+from planner.capture.model_facts import of_model
 from planner.capture.pieces import Piece
-from planner.capture.random_states import random_states_kept
-from planner.capture.torch_internals import FakeTensor
+from planner.capture.state_restore import random_states_kept
+from planner.capture.torch_internals import FakeTensor, entered
 from planner.common.units import round_up
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
@@ -48,7 +48,7 @@ class Program:
 
     def look(self, options: Options) -> bool:
         """Find out what the program needs at least, and at most; False if nothing in it requires gradients."""
-        if options.runtime == "inductor":
+        if options.runtime.name == "inductor":
             check_can_compile(self.model, options)
         seen: list[Study] = []
 
@@ -65,7 +65,7 @@ class Program:
         if not seen:
             return False
         study = seen[0]
-        if options.runtime == "inductor":  # whose graphs are others, and hold other tensors
+        if options.runtime.name == "inductor":  # whose graphs are others, and hold other tensors
             study = self._as_inductor_has_it(options)
         keep_all = Schedule.keep_all(study.graph)
         self.lowest = needs_of(study.graph, study.costs, _lowest(study, options))
@@ -101,7 +101,7 @@ class Program:
     def planned(self, options: Options) -> Made:
         """Plan and compile the program."""
         with entered(of_model(self.model, *self.piece.inputs)), random_states_kept():
-            if options.runtime == "inductor":
+            if options.runtime.name == "inductor":
                 runtime = InductorRuntime(self.model, options)
                 run = self._compile(runtime.partition, compiler=runtime.compiler)
                 step = runtime.step

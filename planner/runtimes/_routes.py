@@ -1,4 +1,4 @@
-"""Steps that differ from the one before though their inputs do not: layers dropped at random, experts, routing.
+"""Steps whose control flow differs between calls of equal inputs: dropped layers, experts, routing.
 
 What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, or looks at
 a number that it draws from torch's, several steps are recorded, and what is chosen in any of them is chosen. Each call
@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from planner.analysis.study import Study
-from planner.capture.random_states import HostStates, random_states_kept, seed_all
+from planner.capture.state_restore import HostStates, random_states_kept, seed_all
 from planner.capture.torch_internals import installed_call
 from planner.capture.trees import leaf_tensors
 from planner.errors import CaptureError, InfeasibleBudgetError

@@ -1,4 +1,4 @@
-"""Input sizes that change from call to call: which plan is tried for which, and sizes marked as dynamic."""
+"""Plans by input sizes: which one is reused for new sizes, and which dimensions are dynamic."""
 
 from __future__ import annotations
 

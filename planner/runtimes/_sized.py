@@ -1,4 +1,4 @@
-"""What runs at each size of one program that was captured with symbols.
+"""Compiled code for each size of one graph that was captured with symbolic sizes.
 
 The first sizes are made plain, as a capture at each would give them. Once two of them agree, in bytes and in code, on
 what sizes decide, one is the formula for all others: these are planned as plain data, and run code that is there.
@@ -6,24 +6,81 @@ what sizes decide, one is the formula for all others: these are planned as plain
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
+from torch.fx.node import map_aggregate
 
-from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.programs import Program
-from planner.capture.symbolic import Sizes, at_sizes
+from planner.capture.symbolic import SizedFloat, SizedInt, Sizes, at_sizes
+from planner.capture.torch_internals import boxed
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.rewrite.sized import SizedGraph, sized
 from planner.runtimes._calls import weakly
 from planner.runtimes._shapes import InputSizes, sizes_of
-from planner.session.sized import SizedStep
-from planner.session.sized_calls import UnknownSizeError
+from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import PlannedStep
+
+
+@dataclass(frozen=True)
+class SizedGraph:
+    """A graph, and what the numbers are that it is given first."""
+
+    module: fx.GraphModule
+    run: Callable[[list[Any]], Any]
+    numbers: tuple[fx.Node, ...]
+    """By what makes them in the graph with symbols."""
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> SizedGraph:
+        """Let the sized numbers that a graph calls with, or gives, come from a list of numbers; it is changed."""
+        graph = module.graph
+        taken: dict[fx.Node, fx.Node] = {}
+        first = next(iter(graph.nodes))
+        with graph.inserting_before(first):
+            given = graph.placeholder("numbers_of_sizes")
+        after = next((node for node in graph.nodes if node.op != "placeholder"), None)
+
+        def replaced(number: Any) -> Any:
+            if not isinstance(number, (SizedInt, SizedFloat)):
+                return number
+            if number.made_by not in taken:
+                with graph.inserting_before(after):
+                    taken[number.made_by] = made = graph.call_function(operator.getitem, (given, len(taken)))
+                    made.meta["val"] = int(number) if isinstance(number, int) else float(number)
+            return taken[number.made_by]
+
+        for node in list(graph.nodes):
+            if node.op in ("call_function", "output") and node.args[:1] != (given,):
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), replaced)
+        return cls(module, boxed(module), tuple(taken))
+
+    @property
+    def text(self) -> str:
+        """What the graph runs, whatever the sizes."""
+        return f"{self.numbers}\n{self.module.code}"
+
+    def at(self, sizes: Sizes) -> Callable[[list[Any]], Any]:
+        """Return what runs the graph at given sizes."""
+        numbers = [sizes.number(node) for node in self.numbers]
+
+        def run(arguments: list[Any]) -> Any:
+            arguments.insert(0, numbers)
+            return self.run(arguments)
+
+        return run
+
+
+def sized(halves: Sequence[fx.GraphModule]) -> tuple[SizedGraph, SizedGraph]:
+    """Return forward and backward that serve many sizes."""
+    forward, backward = halves
+    return SizedGraph.of(forward), SizedGraph.of(backward)
+
 
 Code = tuple[SizedGraph, SizedGraph]
 
@@ -31,8 +88,8 @@ Code = tuple[SizedGraph, SizedGraph]
 class SizedPrograms:
     """Programs of one joint graph with symbols; ``plan`` plans a plain one, ``follow`` what a formula says of a size.
 
-    ``eager`` gives the recording of eager's own step beside which a plain one was planned. In every call ``entered`` is
-    told which plan is in force, and before that ``may_be_better`` is asked whether to look at it again.
+    In every call ``entered`` is told which plan is in force, and before that ``may_be_better`` is asked whether to look
+    at it again.
     """
 
     def __init__(
@@ -40,11 +97,10 @@ class SizedPrograms:
         model: nn.Module,
         plan: Callable[[JointGraph], PlannedStep],
         follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
-        eager: Callable[[], Study | None],
         entered: Callable[[Plan], None],
         may_be_better: Callable[[InputSizes, Plan], bool],
     ) -> None:
-        self._model, self._plan, self._follow, self._eager = model, plan, follow, eager
+        self._model, self._plan, self._follow = model, plan, follow
         self._entered, self._may_be_better = entered, may_be_better
         self._formula: SizedStep | None = None
         self._is_confirmed = False
@@ -90,20 +146,10 @@ class SizedPrograms:
             same = self._code_for(self._formula, planned)
             if [half.text for half in same] == [half.text for half in code]:
                 self._is_confirmed = True
-                self._learn_eager(sizes)
                 return same
         if not self._is_confirmed:
             self._formula, self._code = step, {_run_by(planned): code}
-            self._learn_eager(sizes)
         return code
-
-    def _learn_eager(self, sizes: Sizes) -> None:
-        """Tell the formula what eager needs; a step whose calls do not follow from sizes turns out to be none."""
-        if self._formula is not None and (recorded := self._eager()) is not None:
-            try:
-                self._formula.learn_eager(recorded, sizes)
-            except UnknownSizeError:
-                self._formula = None
 
     def _code_for(self, formula: SizedStep, planned: PlannedStep) -> Code:
         run = _run_by(planned)

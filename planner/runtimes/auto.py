@@ -1,63 +1,193 @@
-"""Picks a runtime, and says why."""
+"""Runtime ``auto``: tries pairs of granularity and code generator in order, and keeps the reason of each refusal."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from planner import runtimes
 from planner.analysis.eager_baseline import LARGER, SLOWER
-from planner.analysis.study import Study
-from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
-from planner.capture.parallel import has_several_ranks, is_sharded, sharded_inside, shares_layers
-from planner.capture.planned_call import compiled_parts
+from planner.capture.model_facts import ModelFacts, of_model
+from planner.capture.torch_internals import entered
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.runtimes import Prepare, Running
-from planner.runtimes._arena import ArenaInUse
-from planner.runtimes._calls import StartsCalls, situation_of
+from planner.runtimes import PlannedModel, Prepare
+from planner.runtimes._calls import RuntimeOfCalls, situation_of
 from planner.session.step import Options
 
-FIRST, PARTS, INSTEAD = "graph", "parts", "modules"
+WHOLE, BLOCKS, PARTS, MODULES = "whole", "blocks", "parts", "modules"
+"""Granularities: the model as one graph, each repeated block, the largest modules that can be captured, or no graph."""
+EAGER, INDUCTOR = "eager kernels", "Inductor"
+"""What makes code of a planned graph."""
+
+NAMES = {
+    (WHOLE, EAGER): "graph",
+    (WHOLE, INDUCTOR): "inductor",
+    (BLOCKS, EAGER): "regional",
+    (BLOCKS, INDUCTOR): "inductor_blocks",
+    (PARTS, EAGER): "parts",
+    (MODULES, EAGER): "modules",
+}
+"""The runtime of each granularity and code generator."""
+
 _RULE = "runtime"
 _ANY_SOLVER = "auto"
+_CHOOSES = {"parts": "inside of captured modules only", "modules": "among modules only"}
 
-_DEARER = {SLOWER, LARGER}
-"""What is said of a captured step that costs more than eager."""
 
-_CHOOSES = {PARTS: "inside of captured modules only", INSTEAD: "among modules only"}
+def candidates(facts: ModelFacts) -> list[str]:
+    """Return the runtimes to try, in order.
 
-_DOES_NOT_FIT = "does not fit"
-
-_Refusal = CaptureError | RuntimeUnsupportedError | NoPlanFitsError
-_REFUSALS = (CaptureError, RuntimeUnsupportedError, NoPlanFitsError)
+    With several ranks gradients must go out while the backward runs, and every rank must do the same: what one rank
+    cannot carry out is then an error, and nothing else is tried. Ranks that share every layer (``parallelize_module``)
+    run the model as it is, and so do those that gather parts of a block by themselves. Where blocks were compiled by
+    their own ``compile()``, as torchtitan does, planned ones are compiled too.
+    """
+    pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
+    if facts.has_several_ranks or facts.is_sharded:
+        shares = facts.shares_layers or facts.sharded_inside
+        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if facts.compiled_parts else EAGER)]
+    return [NAMES[pair] for pair in pairs]
 
 
 def choose(model: nn.Module) -> str:
-    """Return the runtime to try first; which one suits how the process trains is decided here, and only here.
+    """Return the runtime that is tried first."""
+    return candidates(ModelFacts.of(model))[0]
 
-    With several ranks gradients must go out while the backward runs, and every rank must do the same:
-    what one rank cannot carry out is then an error, and nothing else is tried. Ranks that share every layer
-    (``parallelize_module``) run the model as it is, and so do those that gather parts of a block by themselves. Where
-    blocks were compiled by their own ``compile()``, as torchtitan does, planned ones are compiled too.
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a runtime does not run a model, or a call of it."""
+
+    runtime: str
+    error: PlannerError
+
+    @property
+    def does_not_fit(self) -> bool:
+        """Whether no plan keeps the budget."""
+        return isinstance(self.error, NoPlanFitsError)
+
+    @property
+    def is_of_capture(self) -> bool:
+        """Whether the model cannot be captured, or not be run, in this way."""
+        return isinstance(self.error, (CaptureError, RuntimeUnsupportedError))
+
+
+Tried = list[Plan | Refusal]
+"""What came of the candidates so far, the first one first."""
+
+
+def attempted(name: str, plan_with: Callable[[str], Plan]) -> Plan | Refusal:
+    """Plan with one runtime."""
+    try:
+        return plan_with(name)
+    except PlannerError as error:
+        return Refusal(name, error)
+
+
+def may_improve(name: str, tried: Tried, options: Options) -> bool:
+    """Whether a candidate is to be tried after others.
+
+    Where the whole model was captured, only the eager step can be cheaper: capture may be slower, or hold more.
     """
-    if not (has_several_ranks() or is_sharded(model)):
-        return FIRST
-    if shares_layers(model) or sharded_inside(model):
-        return INSTEAD
-    return "inductor_blocks" if compiled_parts(model) else "regional"
+    if not tried:
+        return True
+    first = tried[0]
+    if isinstance(first, Refusal) and not first.does_not_fit:
+        return first.is_of_capture
+    is_dearer = isinstance(first, Refusal) or any(w.rule in (SLOWER, LARGER) for w in first.warnings)
+    return is_dearer and name == "modules" and options.search.solver == _ANY_SOLVER
+
+
+def cheapest(tried: Tried) -> Plan | None:
+    """Return the plan to carry out; where parts and modules cost the same, whole modules run again."""
+    plans = [one for one in tried if isinstance(one, Plan)]
+    if isinstance(tried[0], Plan):
+        return min(plans, key=lambda plan: plan.step_seconds)
+    return min(reversed(plans), key=lambda plan: plan.added_seconds, default=None)
+
+
+def reason(tried: Tried) -> PlannerError:
+    """Return the error that says why there is no plan.
+
+    Where a model that cannot be captured whole has no plan for the budget, it is the error of the way that needs least;
+    else that of the first candidate: it is the model that fails, not its capture.
+    """
+    refusals = [one for one in tried if isinstance(one, Refusal)]
+    lowest = {r.error.minimum_feasible_peak_bytes: r.error for r in refusals if isinstance(r.error, NoPlanFitsError)}
+    return refusals[0].error if refusals[0].does_not_fit or not lowest else lowest[min(lowest)]
+
+
+def explained(plan: Plan, tried: Tried, options: Options) -> Plan:
+    """Return a plan that says which candidates were refused, and why; a model that cannot be captured is warned of."""
+    first = tried[0]
+    if plan is first:
+        return plan
+    if isinstance(first, Plan):
+        return _with(plan, [_cheaper_eager(plan, f"takes {format_seconds(first.step_seconds)}")])
+    if first.does_not_fit:
+        return _with(plan, [_cheaper_eager(plan, "does not fit")])
+    return _with(plan, [_said(first, options, plan.runtime), *_further(tried[1:])])
+
+
+def _said(first: Refusal, options: Options, taken: str) -> Finding:
+    """Say that another runtime was taken, with what follows from that, as a warning; and give it as a finding."""
+    instead = f"{taken!r} in place of {first.runtime!r}"
+    solver = options.search.solver if taken == "modules" else _ANY_SOLVER
+    ignored = f"; the solver {solver!r} is one of whole graphs, and is not asked" if solver != _ANY_SOLVER else ""
+    warnings.warn(f"runtime {instead}: {first.error}{ignored}", stacklevel=5)
+    return Finding(
+        rule=_RULE,
+        evidence=str(first.error),
+        cause=f"planned for the runtime {instead}, which can choose {_CHOOSES[taken]}{ignored}",
+        fix="remove what stops the capture, and plans are finer",
+    )
+
+
+def _further(tried: Sequence[Plan | Refusal]) -> Iterator[Finding]:
+    """Say why candidates after the first were refused."""
+    for one in tried:
+        if isinstance(one, Refusal):
+            yield Finding(
+                rule=_RULE,
+                severity=Severity.NOTE,
+                evidence=str(one.error),
+                cause=f"the runtime {one.runtime!r} was tried before, and refused",
+                fix="nothing",
+            )
+
+
+def _cheaper_eager(plan: Plan, captured: str) -> Finding:
+    """Say why a plan is of the eager step."""
+    return Finding(
+        rule=_RULE,
+        severity=Severity.NOTE,
+        evidence=f"planned as captured the step {captured}, and as eager takes {format_seconds(plan.step_seconds)}",
+        cause=f"capture makes this model's step dearer than eager, so it is planned for the runtime {plan.runtime!r}",
+        fix="nothing; runtime='graph' plans the captured step",
+    )
+
+
+def _with(plan: Plan, notes: Sequence[Finding]) -> Plan:
+    new = [note for note in notes if note not in plan.warnings]
+    return replace(plan, warnings=(*plan.warnings, *new)) if new else plan
+
+
+def _for(name: str, options: Options) -> Options:
+    """Return the options for a runtime; a solver that is named is for the first choice, see :func:`_said`."""
+    solver = _ANY_SOLVER if name == "modules" else options.search.solver
+    return replace(options, runtime=replace(options.runtime, name=name), search=replace(options.search, solver=solver))
 
 
 class AutoRuntime:
-    """What ``model(...)`` runs: the first choice, or the other one if that cannot capture the model or has no plan."""
+    """What ``model(...)`` runs: the first candidate, or another one if that refuses the model or has no plan."""
 
     def __init__(
         self,
@@ -69,29 +199,25 @@ class AutoRuntime:
         prepare: Prepare | None = None,
     ) -> None:
         self._model, self._options, self._replan, self._prepare = model, options, replan, prepare
-        self._note = next((w for w in plan.warnings if w.rule == _RULE), None) if plan is not None else None
+        self._notes = [w for w in plan.warnings if w.rule == _RULE] if plan is not None else []
         self._running = self._start(plan.runtime if plan is not None else choose(model), plan)
         self._may_change = plan is None or replan
         self._refused: set[Any] = set()
         """Situations in the middle of training that the first choice could not capture."""
-        self._instead: Running | None = None
+        self._instead: PlannedModel | None = None
+        """Runs these."""
         self._current = self._running
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force."""
         made = self._current.plan
-        return made if made is None or self._note is None else _with(made, self._note)
+        return None if made is None else _with(made, self._notes)
 
     @property
     def plans(self) -> Mapping[str, Plan]:
         """The plans of all input sizes that ran."""
         return {**getattr(self._instead, "plans", {}), **getattr(self._running, "plans", {})}
-
-    @property
-    def arena(self) -> ArenaInUse | None:
-        """What holds the steps at fixed places."""
-        return getattr(self._current, "arena", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
@@ -103,57 +229,14 @@ class AutoRuntime:
             return self._instead(*args, **kwargs)
         try:
             return self._running(*args, **kwargs)
-        except _REFUSALS as refusal:
-            does_not_fit = isinstance(refusal, NoPlanFitsError)
-            if choose(self._model) != FIRST or (does_not_fit and self._options.search.solver != _ANY_SOLVER):
+        except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
+            first, *others = candidates(ModelFacts.of(self._model))
+            refusal = Refusal(first, error)
+            if not others or (refusal.does_not_fit and self._options.search.solver != _ANY_SOLVER):
                 raise
-            if self._running.plan is not None:
-                return self._run_instead(refusal, args, kwargs)
-            return self._run_other(refusal, args, kwargs)
-
-    def _run_other(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model itself from now on, if that can: a call that fails there too says nothing of the model."""
-        does_not_fit = isinstance(refusal, NoPlanFitsError)
-        instead = self._start(INSTEAD, None) if does_not_fit else self._cheaper(args, kwargs)
-        try:
-            result = instead(*args, **kwargs)
-        except BaseException as error:
-            instead.stop()
-            if isinstance(error, NoPlanFitsError) and not does_not_fit:
-                _said(refusal, self._options)
-            elif isinstance(error, (NoPlanFitsError, CaptureError, RuntimeUnsupportedError)):
-                raise refusal from None
-            raise
-        self._running = self._current = instead
-        self._may_change = instead.plan is not None and instead.plan.runtime == PARTS
-        if does_not_fit:
-            assert instead.plan is not None
-            self._note = _takes_eager(instead.plan, _DOES_NOT_FIT)
-        else:
-            self._note = _said(refusal, self._options, instead.plan.runtime if instead.plan else INSTEAD)
-        return result
-
-    def _cheaper(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running:
-        """Return what is to run a model that cannot be captured; where no plan fits, ``modules`` is to say so."""
-        inputs = Inputs(args, kwargs)
-        options = self._prepare(inputs) if self._prepare is not None else self._options
-
-        parts: Any = self._start(PARTS, None)
-
-        def made_by(name: str) -> Plan:
-            if name == PARTS:
-                made: Plan = parts.plan_for(inputs)
-                return made
-            return runtimes.get(name).plan(self._model, inputs, _for(name, options))
-
-        plan = None
-        with entered(of_model(self._model, args, kwargs)), suppress(*_REFUSALS):
-            plan = _in_parts_or_modules(made_by)
-        if plan is not None and plan.runtime == PARTS:
-            running: Running = parts
-            return running
-        parts.stop()
-        return self._start(INSTEAD, plan)
+        if self._running.plan is not None:
+            return self._run_instead(refusal, args, kwargs)
+        return self._run_other(refusal, others, args, kwargs)
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
@@ -161,38 +244,88 @@ class AutoRuntime:
         if self._instead is not None:
             self._instead.stop()
 
-    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
-        return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
+    def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model by another candidate from now on, if one can."""
+        tried: Tried = [refusal]
+        other = self._started(tried, others, Inputs(args, kwargs))
+        try:
+            result = other(*args, **kwargs)
+        except PlannerError as error:
+            other.stop()
+            last = Refusal("modules", error)
+            if not last.does_not_fit and not last.is_of_capture:
+                raise
+            tried.append(last)
+            failed = reason(tried)
+            if failed is not refusal.error:
+                _said(refusal, self._options, "modules")
+            raise failed from None
+        except BaseException:
+            other.stop()
+            raise
+        self._running = self._current = other
+        self._may_change = other.plan is not None and other.plan.runtime == "parts"
+        if other.plan is not None:
+            noted = explained(replace(other.plan, warnings=()), tried, self._options)
+            self._notes = list(noted.warnings)
+        elif not refusal.does_not_fit:
+            _said(refusal, self._options, "modules")
+        return result
 
-    def _run_instead(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _started(self, tried: Tried, others: Sequence[str], inputs: Inputs) -> PlannedModel:
+        """Plan with other candidates, and start the cheapest; ``modules``, where no plan fits, is to say so."""
+        options = self._prepare(inputs) if self._prepare is not None else self._options
+        parts: Any = self._start("parts", None)
+
+        def plan_with(name: str) -> Plan:
+            if name == "parts":
+                made: Plan = parts.plan_for(inputs)
+                return made
+            return runtimes.get(name).plan(self._model, inputs, _for(name, options))
+
+        with entered(of_model(self._model, inputs.args, inputs.kwargs)):
+            for name in others:
+                if may_improve(name, tried, options):
+                    tried.append(attempted(name, plan_with))
+        plan = cheapest(tried)
+        if plan is not None and plan.runtime == "parts":
+            running: PlannedModel = parts
+            return running
+        parts.stop()
+        return self._start("modules", plan)
+
+    def _run_instead(self, refusal: Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the middle of training that the first choice cannot capture, within the budget."""
         first_time = self._instead is None
         if self._instead is None:
             assert self._running.plan is not None
-            self._instead = self._start(INSTEAD, None, self._options.after(self._running.plan))
+            self._instead = self._start("modules", None, self._options.after(self._running.plan))
         try:
             result = self._instead(*args, **kwargs)
         except NoPlanFitsError as error:
-            if isinstance(refusal, NoPlanFitsError):
-                raise refusal from None
-            raise error from refusal  # the budget is what stands in the way
+            if refusal.does_not_fit:
+                raise refusal.error from None
+            raise error from refusal.error  # the budget is what stands in the way
         except (CaptureError, RuntimeUnsupportedError):
-            raise refusal from None  # it is the call that fails, not its capture
+            raise refusal.error from None  # it is the call that fails, not its capture
         if first_time:
-            reason = str(refusal).rstrip(".")
-            warnings.warn(f"{reason}. Such calls run under the runtime {INSTEAD!r}, within the budget", stacklevel=3)
+            why = str(refusal.error).rstrip(".")
+            warnings.warn(f"{why}. Such calls run under the runtime 'modules', within the budget", stacklevel=3)
         self._refused.add(self._kind_of(args, kwargs))
         self._current = self._instead
         return result
 
-    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> Running:
+    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
+        return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
+
+    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> PlannedModel:
         prepare, options = self._prepare, _for(name, options or self._options)
         completed = (lambda seen: _for(name, prepare(seen))) if prepare is not None else None
         return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=completed)
 
 
-class _Auto(StartsCalls):
+class _Auto(RuntimeOfCalls):
     calls = AutoRuntime
     name = "auto"
     summary = "graph; parts or modules where the model cannot be captured; regional with several ranks"
@@ -201,104 +334,20 @@ class _Auto(StartsCalls):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        def made_by(name: str) -> Plan:
+        def plan_with(name: str) -> Plan:
             chosen = runtimes.get(name)
             return chosen.plan(model, inputs, _for(name, options), reuse=reuse, must_match=must_match)
 
         if reuse is not None:
-            return made_by(reuse.runtime)
-        try:
-            return _or_eager(made_by, options) if choose(model) == FIRST else made_by(choose(model))
-        except (CaptureError, RuntimeUnsupportedError) as refusal:
-            if choose(model) != FIRST:
-                raise
-            try:
-                plan = _in_parts_or_modules(made_by)
-            except (CaptureError, RuntimeUnsupportedError):
-                raise refusal from None  # it is the model that fails, not its capture
-            return _with(plan, _said(refusal, options, plan.runtime))
-
-
-def _in_parts_or_modules(made_by: Callable[[str], Plan]) -> Plan:
-    """Plan a model that cannot be captured whole, in the cheaper of two ways.
-
-    If neither keeps the budget, what is raised is for the way that needs least. Where nothing can be captured, or both
-    cost the same, whole modules run again.
-    """
-    try:
-        in_parts: Plan | PlannerError = made_by(PARTS)
-    except PlannerError as error:
-        in_parts = error
-    try:
-        in_modules = made_by(INSTEAD)
-    except NoPlanFitsError as refusal:
-        if isinstance(in_parts, Plan):
-            return in_parts
-        if isinstance(in_parts, NoPlanFitsError):
-            raise min(in_parts, refusal, key=lambda each: each.minimum_feasible_peak_bytes) from None
-        raise
-    if isinstance(in_parts, Plan) and in_parts.added_seconds < in_modules.added_seconds:
-        return in_parts
-    return in_modules
-
-
-def _or_eager(made_by: Callable[[str], Plan], options: Options) -> Plan:
-    """Plan the captured step, or the eager one where that costs less: capture may be slower, or hold more."""
-    is_known = isinstance(options.eager, Study) and options.search.solver == _ANY_SOLVER
-    try:
-        plan = made_by(FIRST)
-    except NoPlanFitsError as refusal:
-        if not is_known:
-            raise
-        try:
-            return _as_eager(made_by(INSTEAD), _DOES_NOT_FIT)
-        except NoPlanFitsError:
-            raise refusal from None
-    if is_known and _DEARER.intersection(warning.rule for warning in plan.warnings):
-        with suppress(NoPlanFitsError):
-            instead = made_by(INSTEAD)
-            if instead.step_seconds < plan.step_seconds:
-                return _as_eager(instead, f"takes {format_seconds(plan.step_seconds)}")
-    return plan
-
-
-def _as_eager(plan: Plan, captured: str) -> Plan:
-    return _with(plan, _takes_eager(plan, captured))
-
-
-def _takes_eager(plan: Plan, captured: str) -> Finding:
-    """Say why a plan is of the eager step."""
-    return Finding(
-        rule=_RULE,
-        severity=Severity.NOTE,
-        evidence=f"planned as captured the step {captured}, and as eager takes {format_seconds(plan.step_seconds)}",
-        cause=f"capture makes this model's step dearer than eager, so it is planned for the runtime {INSTEAD!r}",
-        fix=f"nothing; runtime={FIRST!r} plans the captured step",
-    )
-
-
-def _for(name: str, options: Options) -> Options:
-    """Return the options for a runtime; a solver that is named is for the first choice, see :func:`_said`."""
-    solver = _ANY_SOLVER if name == INSTEAD else options.search.solver
-    return replace(options, runtime=name, search=replace(options.search, solver=solver))
-
-
-def _said(reason: _Refusal, options: Options, taken: str = INSTEAD) -> Finding:
-    """Say that another runtime was taken, with what follows from that, as a warning; and give it as a finding."""
-    instead = f"{taken!r} in place of {FIRST!r}"
-    solver = options.search.solver if taken == INSTEAD else _ANY_SOLVER
-    ignored = f"; the solver {solver!r} is one of whole graphs, and is not asked" if solver != _ANY_SOLVER else ""
-    warnings.warn(f"runtime {instead}: {reason}{ignored}", stacklevel=4)
-    return Finding(
-        rule=_RULE,
-        evidence=str(reason),
-        cause=f"planned for the runtime {instead}, which can choose {_CHOOSES[taken]}{ignored}",
-        fix="remove what stops the capture, and plans are finer",
-    )
-
-
-def _with(plan: Plan, note: Finding) -> Plan:
-    return plan if note in plan.warnings else replace(plan, warnings=(*plan.warnings, note))
+            return plan_with(reuse.runtime)
+        tried: Tried = []
+        for name in candidates(ModelFacts.of(model, *inputs.args)):
+            if may_improve(name, tried, options):
+                tried.append(attempted(name, plan_with))
+        plan = cheapest(tried)
+        if plan is None:
+            raise reason(tried)
+        return explained(plan, tried, options)
 
 
 RUNTIME = _Auto()

@@ -1,4 +1,4 @@
-"""Runs the planned forward and backward graphs in place of a model's call."""
+"""Runtime ``graph``: the whole model as one planned forward graph and one backward graph, with eager kernels."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch import fx, nn
 from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
-from planner.capture.device import of_model
 from planner.capture.failures import explain_failures
-from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
-from planner.capture.parallel import is_sharded
+from planner.capture.model_facts import is_sharded, of_model
+from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
 from planner.capture.symbolic import OtherProgramError, Sizes, holds_for, with_others
 from planner.capture.torch_internals import (
@@ -36,9 +35,8 @@ from planner.capture.torch_internals import (
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
-from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
+from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
 from planner.runtimes._cuda_graphs import CudaGraphs
-from planner.runtimes._deferred_weight_grads import LaterWeights
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._shapes import (
     CallsSeen,
@@ -52,9 +50,8 @@ from planner.runtimes._shapes import (
     with_sizes,
 )
 from planner.runtimes._sized import SizedPrograms
-from planner.session.capture_progress import one_at_a_time, working
-from planner.session.sized import SizedStep
-from planner.session.sized_calls import UnknownSizeError
+from planner.session.capture_progress import log_progress, one_at_a_time
+from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
 
@@ -91,9 +88,7 @@ class GraphRuntime(PlannedCalls):
         self.compiler = compiler
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
-        self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.training.cuda_graphs else None
-        self.later_weights = LaterWeights() if options.weights_last else None
-        """What a pipeline asks for after each backward."""
+        self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.runtime.cuda_graphs else None
         self._may_vary = compiler is aot_backend and self._cuda_graphs is None
         """Whether sizes that vary are captured as symbols."""
         self._numbers: dict[str, float] = {}
@@ -112,7 +107,6 @@ class GraphRuntime(PlannedCalls):
 
     def stop(self) -> None:
         """Give the memory of CUDA graphs back."""
-        super().stop()
         if self._cuda_graphs is not None:
             self._cuda_graphs.close()
 
@@ -175,7 +169,7 @@ class GraphRuntime(PlannedCalls):
         graphs = self._graphs
         may_change = self.compiler is aot_backend and self._cuda_graphs is None
         changing = varying_numbers(self._numbers) if may_change else nullcontext()
-        shown = working(self.model, "captured")
+        shown = log_progress(self.model, "captured")
         with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
             plan = self.plan
@@ -290,7 +284,7 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
         """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
-        runs_halves = self._cuda_graphs or self.later_weights
+        runs_halves = self._cuda_graphs or self.options.deferred
         new = partial(
             IsolatedCall,
             self.model,
@@ -320,7 +314,6 @@ class GraphRuntime(PlannedCalls):
                 self.model,
                 self._at_new_sizes,
                 self._followed,
-                self._recorded,
                 self._enter,
                 self._may_be_better,
             )
@@ -344,13 +337,9 @@ class GraphRuntime(PlannedCalls):
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
-        if elements(input_sizes) > self._plans.largest and self._recorded() is not None:
-            eager = formula.eager_at(given, sizes)  # a percentage of more than before
-            if eager is None and self._inputs is not None:
-                self._complete_for(self._inputs)
-                if (recorded := self._recorded()) is not None:
-                    formula.learn_eager(recorded, sizes)
-                eager = eager_step(self.options.eager)
+        if elements(input_sizes) > self._plans.largest and self._recorded() is not None and self._inputs is not None:
+            self._complete_for(self._inputs)  # a percentage of more than before: eager's step is recorded anew
+            eager = eager_step(self.options.eager)
         step = formula.planned(given, sizes, eager, partial(self._planned_at, input_sizes))
         self.put_in_force(step.plan)
         return step
@@ -367,13 +356,13 @@ class GraphRuntime(PlannedCalls):
         return plan
 
     def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether to look again at a plan; with an arena each has its places."""
-        return self._follows_sizes and self._arenas is None and self._plans.may_be_better(sizes, plan)
+        """Whether a plan of its own may be better than the one that is reused."""
+        return self._follows_sizes and self._plans.may_be_better(sizes, plan)
 
     @property
     def _follows_sizes(self) -> bool:
         """Whether all that a step needs follows from the sizes of the program's inputs."""
-        return self.options.loss is None and self.options.chunk == 1
+        return self.options.loss is None and self.options.runtime.chunk == 1
 
     def _recorded(self) -> Study | None:
         return self.options.eager if isinstance(self.options.eager, Study) else None
@@ -395,7 +384,7 @@ class GraphRuntime(PlannedCalls):
         return sizes_of(called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
-        if self._graphs == self.options.maximum_shapes:
+        if self._graphs == self.options.runtime.maximum_shapes:
             changed = self._calls_seen.changed(self._inputs) if self._inputs is not None else ""
             raise RuntimeUnsupportedError(
                 f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
@@ -458,7 +447,7 @@ def _own_or(taken: Plan, study: Study, options: Options) -> Plan:
         return taken
 
 
-class _Graph(StartsCalls):
+class _Graph(RuntimeOfCalls):
     calls = GraphRuntime
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"

@@ -1,4 +1,4 @@
-"""Hands the planned forward and backward to Inductor, which fuses their operations into kernels.
+"""Runtime ``inductor``: the planned forward and backward of the whole model, compiled by Inductor.
 
 What is planned is the graph after Inductor's own decompositions. Inductor leaves out what fusion makes needless,
 and puts kernels in an order of its own, so the graph's peak is not that of its code. The peak that counts is
@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from planner.capture.device import of_model
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
 from planner.ir.static_memory import LossMemory
@@ -28,8 +28,8 @@ from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
-from planner.runtimes import Running
-from planner.runtimes._calls import StartsCalls
+from planner.runtimes import PlannedModel
+from planner.runtimes._calls import RuntimeOfCalls
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
@@ -37,7 +37,7 @@ from planner.session.step_planning import plan_step
 
 
 class InductorRuntime(GraphRuntime):
-    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
+    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.RuntimePlugin.start`."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
@@ -109,20 +109,18 @@ class InductorRuntime(GraphRuntime):
         forward, backward = drafts
         loss = self.options.loss or LossMemory()
         effort = effort_for(self.model)
-        assert step.study.in_place is not None
-        costs = step.study.in_place.single_costs
-        peak_bytes = peak_of_drafts(forward, backward, step.lowered, costs, loss, effort)
+        peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.single_costs, loss, effort)
         return step.lowered.graph.total_static_bytes + peak_bytes
 
 
-class Compiles(StartsCalls):
+class Compiles(RuntimeOfCalls):
     """A runtime whose code Inductor writes: bits may be others, and the peak is an upper bound."""
 
     tolerance = 1e-4
     exact_peak = False
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
+        """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
         if of_model(model).type != "meta":  # where it will be is known at its first call
             check_can_compile(model, options)
         return super().start(model, options, **settings)
@@ -149,12 +147,13 @@ def check_can_compile(model: nn.Module, options: Options) -> None:
     """Raise a RuntimeUnsupportedError where there is no compiler, or where code is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(
-            f"runtime {options.runtime!r} needs {missing}: install it, or choose another runtime"
+            f"runtime {options.runtime.name!r} needs {missing}: install it, or choose another runtime"
         )
     if elsewhere_for(model, options) is not None:
         raise RuntimeUnsupportedError(
-            f"runtime {options.runtime!r} plans by the code for the device that the model is on, {of_model(model)}, "
-            f"and not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
+            f"runtime {options.runtime.name!r} plans by the code for the device that the model is on, "
+            f"{of_model(model)}, and not for {options.target.device}: "
+            "choose runtime 'graph' to plan for a GPU that is not here"
         )
 
 

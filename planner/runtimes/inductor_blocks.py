@@ -1,4 +1,4 @@
-"""Every repeated block compiled by Inductor, forward and backward as planned, and the rest eager.
+"""Runtime ``inductor_blocks``: each repeated block planned and compiled by Inductor, the rest eager.
 
 What ``torch.compile`` of each block is to a training loop, with a plan inside: hooks, and so DDP's and FSDP2's, run
 around blocks, and equal blocks of which the plan asks the same are one piece of code. As under ``inductor`` the peak
@@ -36,18 +36,17 @@ from planner.plans.plan import Plan
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
-from planner.runtimes.inductor import Compiles, check_can_compile
-from planner.runtimes.regional import (
+from planner.runtimes._units import (
     BLOCK_BYTES,
-    Around,
-    PlannedBlock,
-    Regional,
-    RegionalRuntime,
+    PlannedUnit,
+    Step,
     bytes_alone,
     decisions_on,
     lowering,
     part_of,
 )
+from planner.runtimes.inductor import Compiles, check_can_compile
+from planner.runtimes.regional import Regional
 from planner.session.step import Options, PlannedStep, plan_lowered, study_lowered
 
 _FREE = OperationCost(seconds=0.0)
@@ -68,11 +67,10 @@ def _with_few_kinds(step: PlannedStep, budget: Budget) -> PlannedStep:
         return step
     solution = Solution.simulated(problem.evaluate(few), few, plan.solver, lower_bound_seconds=plan.lower_bound_seconds)
     made = plan_from_solution(problem, solution, origin=study.origin, static_memory=study.static_memory, compare=False)
-    assert study.in_place is not None
-    return replace(step, plan=made, schedule=study.in_place.carried_out(few))
+    return PlannedStep.of(step.step, study, made)
 
 
-class CompiledBlock(PlannedBlock):
+class CompiledUnit(PlannedUnit):
     """A block as Inductor compiles it."""
 
     def parted(self, lowered: LoweredGraph, given: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -94,35 +92,20 @@ class CompiledBlock(PlannedBlock):
         return run
 
 
-class CompiledBlocksRuntime(RegionalRuntime):
-    """What ``model(...)`` runs while a plan is in force."""
-
-    @property
-    def kind(self) -> type[PlannedBlock]:
-        """Return what runs a block."""
-        return CompiledBlock
-
-    def plan_call(self, inputs: Inputs, options: Options) -> Plan:
-        """Plan a call by the runtime itself."""
-        return RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
-
-
 class _Code:
     """What the code of a step's blocks holds, drafted once for each kind of block."""
 
-    def __init__(self, model: nn.Module, around: Around, options: Options) -> None:
-        self._model, self._around = model, around
+    def __init__(self, model: nn.Module, step: Step, options: Options) -> None:
+        self._model, self._step = model, step
         self._lower = lowering(model, options)
         self._tell = options.search.tell
         self._known: dict[Any, LoweredGraph] = {}
 
     def held_by(self, step: PlannedStep) -> tuple[int, int]:
         """Return the peak of a planned step, and what its blocks hold, each alone, added up."""
-        assert step.study.in_place is not None
-        single_costs = step.study.in_place.single_costs
-        costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, single_costs, strict=True)}
-        blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._around.blocks.items()}
-        graph = self._around.put_together(blocks).graph
+        costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, step.single_costs, strict=True)}
+        blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._step.units.items()}
+        graph = self._step.put_together(blocks).graph
         around = [_FREE if o.region else costs[o.key] for o in graph.operations]
         peak_bytes = simulate(graph, around, Schedule.keep_all(graph)).peak_bytes
         each = (block.lowered.graph for block in blocks.values())
@@ -140,8 +123,8 @@ class _Code:
         return replace(block, lowered=replace(lowered, graph=code.graph, operation_nodes=code.operation_nodes))
 
     def _drafted(self, block: Block, plan: Plan, costs: Sequence[OperationCost]) -> LoweredGraph:
-        step = self._around.followed
-        own = step.state_of(block.path).values()
+        followed = self._step.followed
+        own = followed.state_of(block.path).values()
         parted: list[tuple[LoweredGraph, Sequence[fx.Node]]] = []
 
         def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -153,12 +136,12 @@ class _Code:
         def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> Any:
             raise Stopped(draft_with_inductor(partition, graph_module, inputs))
 
-        drafts: list[Draft] = step.compiled(block, partition, lambda p: partial(drafted, p))
+        drafts: list[Draft] = followed.compiled(block, partition, lambda p: partial(drafted, p))
         return with_code(*parted[-1], drafts, costs, effort_for(self._model))
 
 
 class _InductorBlocks(Compiles, Regional):
-    calls = CompiledBlocksRuntime
+    kind = CompiledUnit
     name = "inductor_blocks"
     summary = "every repeated block compiled by Inductor, the rest eager: for DDP and FSDP2"
     runs_compiled_parts = True
@@ -174,24 +157,24 @@ class _InductorBlocks(Compiles, Regional):
         check_can_compile(model, options)
         return super().plan(model, inputs, options, reuse=reuse, must_match=must_match)
 
-    def plan_around(
-        self, model: nn.Module, around: Around, options: Options, *, reuse: Plan | None, must_match: bool
+    def plan_units(
+        self, model: nn.Module, step: Step, options: Options, *, reuse: Plan | None, must_match: bool
     ) -> Plan:
         """Plan a step by what the code of its blocks holds."""
-        code = _Code(model, around, options)
-        study = study_lowered(model, around.lowered, options)
+        code = _Code(model, step, options)
+        study = study_lowered(model, step.lowered, options)
 
         def plan(asked: Options, **given: Any) -> PlannedStep:
-            step = plan_lowered(model, around.lowered, asked, study=study, **given)
-            return step if given.get("must_match") else _with_few_kinds(step, asked.budget)
+            planned = plan_lowered(model, step.lowered, asked, study=study, **given)
+            return planned if given.get("must_match") else _with_few_kinds(planned, asked.budget)
 
         search = CodeSearch[int](options.search.tell, must_match=must_match)
         with suppress(DraftedBeforeError):
             is_enough = False
             while not is_enough:
-                step = search.plan(plan, options, reuse)
-                needed_bytes, alone_bytes = code.held_by(step)
-                is_enough = search.is_enough(Attempt(step, alone_bytes, needed_bytes))
+                planned = search.plan(plan, options, reuse)
+                needed_bytes, alone_bytes = code.held_by(planned)
+                is_enough = search.is_enough(Attempt(planned, alone_bytes, needed_bytes))
         found = search.found()
         made = as_compiled(found, (alone(options) if must_match else options).search).plan
         return replace(made, fingerprint={**made.fingerprint, BLOCK_BYTES: found.code})

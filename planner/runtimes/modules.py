@@ -1,4 +1,4 @@
-"""Runs the model as it is: nothing is captured.
+"""Runtime ``modules``: the eager model with chosen modules checkpointed or offloaded; nothing is captured.
 
 Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to the host what they save, or both.
 """
@@ -18,21 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.analysis.study import Study
-from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
-from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs
+from planner.capture.model_facts import of_model, units_of, whole
 from planner.capture.module_internals import lend, settings_of, tensors_held_by
-from planner.capture.parallel import units_of, whole
-from planner.capture.planned_call import parts_run_as_they_are
-from planner.capture.random_states import HostStates
-from planner.capture.torch_internals import call_implementation, calling, version_of
+from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
+from planner.capture.state_restore import HostStates
+from planner.capture.torch_internals import call_implementation, version_of
 from planner.errors import PlanMismatchError, RuntimeUnsupportedError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.plans.module_choices import choices_in
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
+from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls, check_sharding
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
 from planner.session.eager_study import plan_alike, plan_eager, study_alike
@@ -67,7 +65,9 @@ class ModulesRuntime(CallsInSituations):
         routes = self._routes.setdefault(situation, Routes(self.model))
         # Recorded here, and not taken from what was recorded before: it is seen which modules run.
         plan = routes.plan(
-            lambda: study_alike(self.model, inputs, replace(self._agreeing(), eager=None)), self._planned, self._keeps
+            lambda: study_alike(self.model, inputs, replace(self.options_for_call(), eager=None)),
+            self._planned,
+            self._keeps,
         )
         checkpointed = routes.chosen
         by_name = dict(self.model.named_modules())
@@ -81,16 +81,10 @@ class ModulesRuntime(CallsInSituations):
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
-        plan = plan_alike(self.model, study, self._agreeing(), reuse=self.plan, must_match=self.must_match)
+        plan = plan_alike(self.model, study, self.options_for_call(), reuse=self.plan, must_match=self.must_match)
         self.put_in_force(plan)
         self.is_confirmed = True
         return plan
-
-    def _agreeing(self) -> Options:
-        """Return the options: all ranks come here with their first batch, with a later one maybe some of them."""
-        return replace(
-            self.options_for_call(), plan_collectively=self.options.plan_collectively and not self.is_confirmed
-        )
 
     def _keeps(self, study: Study, chosen: Mapping[str, Kept]) -> bool:
         problem = study.posed(self.options.budget)
@@ -274,7 +268,7 @@ def _changed(module: nn.Module, name: str) -> RuntimeUnsupportedError:
     )
 
 
-class _Modules(StartsCalls):
+class _Modules(RuntimeOfCalls):
     calls = ModulesRuntime
     name = "modules"
     summary = "the model itself, with chosen modules under torch.utils.checkpoint: no capture"

@@ -1,4 +1,4 @@
-"""Runs the largest modules that can be captured, each as planned graphs of its own, and the rest as eager PyTorch.
+"""Runtime ``parts``: the largest modules that can be captured as planned graphs, the rest eager.
 
 What stops the capture of a whole model is often one line of it. The modules around that line are captured as they are
 called in one step, which is followed on fake tensors, or is a real one where data decide what runs. A call that is
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.blocks.regions import Block, SeenCall, Step
+from planner.capture.blocks.regions import Block, SeenCall
+from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_failures, explain_forward, in_one_line, raised_at
-from planner.capture.forwards import forwards
+from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import Inputs, check_plannable
-from planner.capture.joint_capture import is_fake
 from planner.capture.operands import is_opaque
-from planner.capture.random_states import RandomStates, random_states_kept, seed_all
+from planner.capture.planned_call import forwards
+from planner.capture.state_restore import RandomStates, random_states_kept, seed_all
 from planner.capture.trees import leaves_of
 from planner.common.units import format_percent
 from planner.errors import (
@@ -39,11 +40,11 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
+from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls
 from planner.runtimes._routes import TRIES, CallProfile
-from planner.runtimes.regional import Planned, PlannedBlock, installed, lower_around, lowering, with_block_bytes
+from planner.runtimes._units import PlannedUnit, PlannedUnits, installed, lower_around, lowering
 from planner.session.eager_study import recorded_for_real
-from planner.session.step import Options, elsewhere_for, plan_lowered, study_lowered
+from planner.session.step import Options, elsewhere_for, study_lowered
 
 CAPTURED_SHARE = "captured-share"
 """The rule of a note that says how much of what a step saves is made in captured modules."""
@@ -74,7 +75,7 @@ class PartsRuntime(CallsInSituations):
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the modules that can be captured."""
-        if len(self._decided) == self.options.maximum_shapes:
+        if len(self._decided) == self.options.runtime.maximum_shapes:
             raise RuntimeUnsupportedError(
                 f"the parts of {type(self.model).__name__} were captured {len(self._decided)} times, and this call "
                 "needs captures of its own: pad or bucket its inputs, or raise maximum_shapes of auto_wrap"
@@ -124,7 +125,7 @@ class PartsRuntime(CallsInSituations):
         self._before[situation] = self._decided.pop(situation)
 
 
-class _PlannedParts(Planned):
+class _PlannedParts(PlannedUnits):
     """The captured modules of a model, and what is expected of all others."""
 
     def __init__(self, model: nn.Module, made: PartsPlan) -> None:
@@ -152,10 +153,10 @@ class _PlannedParts(Planned):
         return forward(*args, **kwargs)
 
 
-class _PlannedPart(PlannedBlock):
+class _PlannedPart(PlannedUnit):
     """A module that runs as planned where it is called as planned, and else as it is."""
 
-    def __init__(self, planned: _PlannedParts, path: str, block: nn.Module, equal: list[PlannedBlock]) -> None:
+    def __init__(self, planned: _PlannedParts, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
         super().__init__(planned, path, block, equal)
         self._parts, self._forward = planned, block.forward
 
@@ -201,31 +202,31 @@ def plan_parts(
     options.search.tell("capturing the largest modules that can be")
     check_plannable(model, inputs)
     with explain_forward(model):
-        step, seen = _followed(model, inputs, options, missed)
+        followed, seen = _followed(model, inputs, options, missed)
     allowed = {path: calls for path, calls in seen.items() if not any(is_within(path, other) for other in without)}
     with _explained(model):
-        found, left = step.capture_parts(allowed, lowering(model, options))
+        found, left = followed.capture_parts(allowed, lowering(model, options))
     blocks = {path: block for path, block in found.items() if _has_choice(block)}
     if not blocks:
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise CaptureError(f"no module of {type(model).__name__} that can be captured holds anything to choose{why}")
     with _explained(model):
-        around = lower_around(step, blocks, inputs, options)
-    lowered, blocks = around.lowered, around.blocks
-    if step.checkpoints:
+        step = lower_around(followed, blocks, inputs, options)
+    lowered, blocks = step.lowered, step.units
+    if followed.checkpoints:
         raise CaptureError(f"{type(model).__name__} calls torch.utils.checkpoint itself outside of captured modules")
     opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
     if opaque:
         raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
     lowered = replace(
         lowered,
-        warnings=tuple(_notes(step, blocks, left, lowered.lowered.graph)),
+        warnings=tuple(_notes(followed, blocks, left, lowered.lowered.graph)),
         capture_seconds=time.perf_counter() - begun,
     )
-    study = replace(study_lowered(model, lowered, options), varies=step.is_real)
-    plan = plan_lowered(model, lowered, options, study=study, reuse=reuse, must_match=must_match).plan
+    study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
+    plan = replace(step, lowered=lowered).plan(model, options, study=study, reuse=reuse, must_match=must_match)
     return PartsPlan(
-        with_block_bytes(plan, blocks),
+        plan,
         _course(model, seen),
         {path: _described(seen[path][0].inputs) for path in blocks},
     )
@@ -233,10 +234,10 @@ def plan_parts(
 
 def _followed(
     model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None
-) -> tuple[Step, dict[str, list[SeenCall]]]:
+) -> tuple[FollowedStep, dict[str, list[SeenCall]]]:
     """Follow a forward, without data where the program allows that; of one that draws, the largest of several."""
     elsewhere = elsewhere_for(model, options)
-    step = Step(model, inputs, elsewhere)
+    step = FollowedStep(model, inputs, elsewhere)
     try:
         seen = step.calls()
     except PlannerError:
@@ -244,7 +245,7 @@ def _followed(
     except Exception:
         if is_fake(model) or elsewhere is not None:
             raise
-        step = Step(model, inputs, real=True)
+        step = FollowedStep(model, inputs, real=True)
         seen = step.calls()
     if not step.draws:
         return step, seen
@@ -339,7 +340,9 @@ def _has_choice(block: Block) -> bool:
     return bool(made & read - returned)
 
 
-def _notes(step: Step, blocks: Mapping[str, Block], left: Mapping[str, str], graph: TrainingGraph) -> Iterator[Finding]:
+def _notes(
+    step: FollowedStep, blocks: Mapping[str, Block], left: Mapping[str, str], graph: TrainingGraph
+) -> Iterator[Finding]:
     path, why = next(iter(left.items()), ("", ""))
     yield Finding(
         rule=CAPTURED_SHARE,
@@ -362,7 +365,7 @@ def captured_share(graph: TrainingGraph) -> float:
     return inside_bytes / total_bytes if total_bytes else 0.0
 
 
-class _Parts(StartsCalls):
+class _Parts(RuntimeOfCalls):
     calls = PartsRuntime
     name = "parts"
     summary = "the largest modules that can be captured as planned graphs of their own, the rest eager"

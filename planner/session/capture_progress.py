@@ -1,4 +1,4 @@
-"""Captures and plans in the making, one at a time: a bar on a terminal, a line of the logger at the end."""
+"""Progress of captures and planning: one at a time, a bar on a terminal and a log line at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def working(model: nn.Module, what: str = "planned") -> Iterator[Callable[[str, Plan | None], None]]:
+def log_progress(model: nn.Module, what: str = "planned") -> Iterator[Callable[[str, Plan | None], None]]:
     """Show how the work of the block stands; it calls what it is given with why it was needed, and what came of it.
 
     Another thread that comes here waits until the block ends.

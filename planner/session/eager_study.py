@@ -1,4 +1,4 @@
-"""From a recorded eager step to a study of it and to a plan: what the runtime ``modules`` carries out."""
+"""Study and plan an eager step that was recorded and not captured, for the runtime ``modules``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from planner.analysis.study import Study
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
-from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
 from planner.capture.lowering import LoweredGraph
+from planner.capture.model_facts import has_several_ranks, units_of
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_several_ranks, units_of
+from planner.capture.parallel_events import found_by_autograd
 from planner.capture.provenance import kinds_of
 from planner.capture.sharding import resident
 from planner.common import timings
-from planner.common.options import Budget, Training
+from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
@@ -125,7 +125,7 @@ def _planned_by_each(study: Study, options: Options, group: Any, **known: Any) -
         budget_bytes = options.budget.in_bytes(study.whole_bytes, static_bytes)
         less_bytes = static_bytes + int(share * (budget_bytes - static_bytes))
         try:
-            return plan_study(study, replace(options, budget=Budget(budget=less_bytes))).to_json()
+            return plan_study(study, replace(options, budget=options.budget.within(less_bytes))).to_json()
         except InfeasibleBudgetError:
             return None
 
@@ -168,12 +168,11 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     several devices is not held against it, and a recorded one is the model's own.
     """
     asked = options.budget.is_share or options.search.compare
-    several = has_several_ranks() or options.training.tensor_parallel > 1
-    if not asked or several or options.runtime == "modules" or options.reused_plan is not None:
+    if not asked or has_several_ranks() or options.runtime.name == "modules" or options.reused_plan is not None:
         return options
     try:
         check_own_checkpointing(model)
-        own = replace(options, runtime="modules")
+        own = replace(options, runtime=Runtime("modules"))
         eager: Study | CaptureError = _Recorded(model, inputs, own, may_run=False).study(None)
     except CaptureError as error:
         eager = error
@@ -259,7 +258,7 @@ class _Recorded:
             self.spec,
             fingerprint=fingerprint(model, lowered, self.spec.name),
             capture_seconds=time.perf_counter() - self.begun,
-            runtime=options.runtime,
+            runtime=options.runtime.name,
             warnings=(
                 *costing.warnings,
                 *_notes(trace, has_kernels_of_here=self.has_kernels_of_here),

@@ -1,4 +1,4 @@
-"""One plan for all ranks: rank 0 makes it, the others take it, and nobody waits for one that has failed.
+"""One plan for all ranks: rank 0 plans and broadcasts, and a failure on one rank is raised on all.
 
 Only text is exchanged. Timeouts are those of torch.distributed.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.capture.failures import first_line
-from planner.capture.parallel import has_distributed_tensors, has_several_ranks, layers_group, units_of
+from planner.capture.model_facts import has_distributed_tensors, has_several_ranks, layers_group, units_of
 from planner.errors import PlanMismatchError, PlannerError
 from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan

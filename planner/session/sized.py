@@ -1,4 +1,4 @@
-"""A planned step as a formula: what a capture with symbols, made plain for some sizes, says of all others.
+"""Bytes of a captured step at new input sizes, by expressions in the symbols of its sizes.
 
 The graph stays; the bytes of its values, what is resident, and the workspace of its kernels are those of the sizes at
 hand. A formula is a guess until another size, made plain too, was found to be what it says: see :meth:`agrees`.
@@ -6,31 +6,141 @@ hand. A formula is a guess until another size, made plain too, was found to be w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from planner.analysis.study import Study
-from planner.capture.device import of_model
-from planner.capture.expressions import expression_of
+from planner.capture.fake_internals import without_data
 from planner.capture.inputs import new_bytes
-from planner.capture.joint import is_cudnn_rnn
+from planner.capture.joint import fake_mode_of, is_cudnn_rnn
+from planner.capture.model_facts import of_model
 from planner.capture.recurrent import is_onednn_lstm
-from planner.capture.symbolic import SYMBOLIC_VALUE, Sizes
+from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
+from planner.capture.torch_internals import FakeTensorMode
 from planner.common import timings
 from planner.common.units import round_up
-from planner.ir.graph import OperationCost
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
-from planner.ir.resized import resized, scaled
 from planner.ir.static_memory import StaticMemory
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
-from planner.session.sized_calls import SizedCalls, UnknownSizeError
-from planner.session.sized_eager import RecordedAt, SizedEager
 from planner.session.step import LoweredStep, PlannedStep, called_with, fingerprint_of
+
+
+class UnknownSizeError(Exception):
+    """A formula that was not found: the step is then made plain for each size."""
+
+
+class SizedCalls:
+    """Calls like those of nodes of a step that was made plain, at any sizes.
+
+    How their tensors follow from sizes is found once; UnknownSizeError if some do not.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node], known: Sizes) -> None:
+        self._calls = [_Call(node, known) for node in nodes]
+
+    def at(self, sizes: Sizes) -> Iterator[fx.Node]:
+        """Return the calls at some sizes, as nodes that the next sizes change; UnknownSizeError as above."""
+        return (call.at(sizes) for call in self._calls)
+
+
+class _Call:
+    def __init__(self, node: fx.Node, known: Sizes) -> None:
+        mode, graph = fake_mode_of(node.graph), fx.Graph()
+        self._values: list[tuple[fx.Node, Any]] = []
+        copies: dict[fx.Node, fx.Node] = {}
+
+        def copied(source: fx.Node) -> fx.Node:
+            if source not in copies:
+                copies[source] = graph.placeholder(source.name)
+                self._values.append((copies[source], _sized(source, known, mode)))
+            return copies[source]
+
+        self._arguments = fx.map_arg((node.args, node.kwargs), copied)
+        self._node = graph.call_function(node.target, *self._arguments)  # type: ignore[arg-type]
+        self._values.append((self._node, _sized(node, known, mode)))
+
+    def at(self, sizes: Sizes) -> fx.Node:
+        def number(argument: Any) -> Any:
+            return sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
+
+        for node, value in self._values:
+            node.meta["val"] = map_aggregate(value, lambda one: one.at(sizes) if isinstance(one, _Layout) else one)
+        self._node.args, self._node.kwargs = map_aggregate(self._arguments, number)
+        return self._node
+
+
+def _sized(node: fx.Node, known: Sizes, mode: FakeTensorMode) -> Any:
+    """Return what a node holds, with layouts in place of tensors."""
+
+    def layouts(plain: Any, symbolic: Any) -> Any:
+        if isinstance(plain, (list, tuple)):
+            return type(plain)(layouts(a, b) for a, b in zip(plain, symbolic, strict=True))
+        return _Layout.of(plain, symbolic, known, mode) if isinstance(plain, Tensor) else plain
+
+    return layouts(node.meta["val"], node.meta.get(SYMBOLIC_VALUE))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Shape and strides of a tensor at any sizes, in symbols."""
+
+    plain: Tensor
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    """None along what is one element long, for the one from which the next dimension goes on."""
+    mode: FakeTensorMode
+
+    @classmethod
+    def of(cls, plain: Tensor, symbolic: Any, known: Sizes, mode: FakeTensorMode) -> _Layout:
+        """Find the layout of a tensor that is there at known sizes.
+
+        Along a dimension of one element, kernels may choose another stride than tracing with symbols does: the one from
+        which the next dimension goes on, or none if a number was expanded. Elsewhere a stride that differs means that
+        nothing is known.
+        """
+        if not isinstance(symbolic, Tensor):
+            raise UnknownSizeError("a kernel lays its result out in its own way")
+        shape = tuple(map(expression_of, symbolic.shape))
+        if [*map(known.of, shape)] != [*plain.shape]:
+            raise UnknownSizeError("a kernel gives a result of a size of its own")
+        strides = []
+        for d, (made, stride) in enumerate(zip(plain.stride(), map(expression_of, symbolic.stride()), strict=True)):
+            if known.of(stride) == made:
+                strides.append(stride)
+            elif plain.shape[d] == 1 and made == _whole(plain.shape, plain.stride(), d + 1):
+                strides.append(None)
+            elif shape[d] == 1 and made == 0:
+                strides.append(0)
+            else:
+                raise UnknownSizeError("a kernel lays its result out in its own way")
+        return cls(plain, shape, tuple(strides), mode)
+
+    def at(self, sizes: Sizes) -> Tensor:
+        """Return such a tensor without data, on memory of its own."""
+        plain, shape = self.plain, [*map(sizes.of, self.shape)]
+        strides = [0] * len(shape)
+        for d in reversed(range(len(shape))):
+            if self.strides[d] is not None:
+                strides[d] = sizes.of(self.strides[d])
+            elif shape[d] == 1:
+                strides[d] = _whole(shape, strides, d + 1)
+            else:
+                raise UnknownSizeError("a kernel lays its result out in its own way")
+        if shape == [*plain.shape] and strides == [*plain.stride()]:
+            return plain
+        return without_data(self.mode, shape, strides, plain.dtype, plain.device)
+
+
+def _whole(shape: Sequence[int], strides: Sequence[int], dimension: int) -> int:
+    """Return over how much memory a dimension goes; 1 beyond the last."""
+    return shape[dimension] * strides[dimension] if dimension < len(shape) else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +153,6 @@ class SizedStep:
     sizes: Sizes
     """At which the step was made plain."""
 
-    def learn_eager(self, step: Study, sizes: Sizes) -> None:
-        """Take a recording of eager's own step at some sizes into account."""
-        self._eager.learn(RecordedAt(step, sizes, self._workspaces_of_all(sizes)))
-
-    def eager_at(self, given: Sequence[Any], sizes: Sizes) -> EagerStep | None:
-        """Return what eager's step needs for what the program is given; None if only a recording can say that."""
-        inputs_bytes = self._around(self.inputs(given)).static_bytes["inputs"]
-        return self._eager.at(sizes, inputs_bytes, self._workspaces_of_all(sizes))
-
-    @cached_property
-    def _eager(self) -> SizedEager:
-        nodes = self.step.lowered.joint.graph.nodes
-        return SizedEager({expression for node in nodes for expression in _sizes_of(node)})
-
     def lowered_at(self, given: Sequence[Any], sizes: Sizes) -> LoweredStep:
         """Return the step for what the program is given, its operations as they were at the sizes that are known.
 
@@ -68,14 +164,14 @@ class SizedStep:
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
         around = self._around(self.inputs(joint.inputs))
-        graph = resized(lowered.graph, values_bytes, around.static_bytes)
+        graph = _resized(lowered.graph, values_bytes, around.static_bytes)
         return replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
 
     def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
         """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
         step = self.lowered_at(given, sizes)
         graph, around = step.lowered.graph, step.static_memory
-        costs = scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
+        costs = _scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
         in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
         study = replace(
             self.study,
@@ -98,10 +194,7 @@ class SizedStep:
     ) -> PlannedStep:
         """Plan the step for what the program is given, with what eager's needs there."""
         step, study = self.at(given, sizes, eager)
-        plan = plan_study(study)
-        assert study.in_place is not None
-        schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
-        return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
+        return PlannedStep.of(step, study, plan_study(study))
 
     def agrees(self, other: SizedStep, given: Sequence[Any]) -> bool:
         """Whether what is said here of the sizes of another step is what that is."""
@@ -219,3 +312,25 @@ def _sizes_of(node: fx.Node) -> Iterator[Any]:
         if isinstance(tensor, Tensor):
             yield expression_of(tensor.untyped_storage().nbytes())
             yield expression_of(tensor.numel() * tensor.element_size())
+
+
+def _resized(graph: TrainingGraph, values_bytes: Sequence[int], static_bytes: Mapping[str, int]) -> TrainingGraph:
+    """Return a graph with values of these bytes, and this much resident around it."""
+    values = tuple(
+        value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
+        for value, size_bytes in zip(graph.values, values_bytes, strict=True)
+    )
+    return replace(graph, values=values, static_bytes=dict(static_bytes))
+
+
+def _scaled(
+    costs: Sequence[OperationCost], before: TrainingGraph, now: TrainingGraph, workspaces_bytes: Sequence[int]
+) -> tuple[OperationCost, ...]:
+    """Return costs with times scaled by the bytes that operations touch, and these workspaces."""
+    made = []
+    for operation, cost, workspace_bytes in zip(before.operations, costs, workspaces_bytes, strict=True):
+        touched = (*operation.inputs, *operation.outputs)
+        old_bytes = sum(before.values[value].size_bytes for value in touched)
+        scale = sum(now.values[value].size_bytes for value in touched) / old_bytes if old_bytes else 1.0
+        made.append(replace(cost, seconds=cost.seconds * scale, workspace_bytes=workspace_bytes))
+    return tuple(made)

@@ -1,8 +1,8 @@
-"""The step of one model at many sizes of its inputs, from as few captures as can be."""
+"""Studies of one model at many input sizes, from one capture with symbolic sizes where possible."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,26 +11,28 @@ from torch import nn
 
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, LossFunction, check_plannable, varying_dimensions
+from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, Stopped, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
-from planner.capture.random_states import random_states_kept
+from planner.capture.state_restore import random_states_kept
 from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
 from planner.common import timings
 from planner.errors import CaptureError
 from planner.session.eager_study import study_eager, with_eager
-from planner.session.sized_study import Program, SizedStudies
 from planner.session.step import Options, captured, elsewhere_for, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
+
+Program = tuple[JointGraph, Sequence[Any]]
+"""A joint graph with symbols, and what it is given."""
 
 
 class StudiesBySize:
     """Studies of a model's step at sizes of its inputs.
 
     The first size is captured as it is, where no other is expected. Else the program is captured with symbols for what
-    differs, and serves all sizes: made plain for one, it is the step that a capture at that size gives. Once two sizes
-    agree on a formula, it gives all others. A size that the program does not hold for (of one row, often) is captured
-    by itself.
+    differs, and serves all sizes: with numbers in place of symbols it is the step that a capture at that size gives. A
+    size that the program does not hold for (of one row, often) is captured by itself.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -39,8 +41,6 @@ class StudiesBySize:
         """Of inputs that were asked about, or will be."""
         self._call: IsolatedCall | None = None
         """What is captured with symbols."""
-        self._studies = SizedStudies(model)
-        """Of that."""
         self._may_vary = True
 
     def are_of(self, other: nn.Module) -> bool:
@@ -58,23 +58,17 @@ class StudiesBySize:
         """
         model = self._model
         options = with_loss(model, self._options, loss_fn, inputs)
-        if options.runtime == "modules":
+        if options.runtime.name == "modules":
             return study_eager(model, inputs, options)
         check_plannable(model, inputs)
         if beside_eager:
             options = with_eager(model, options, inputs)
         program = self._program(inputs, options)
-        sized = program if options.loss is None and options.chunk == 1 else None  # else more than the program is sized
-        if sized and not beside_eager and (found := self._studies.at(*sized, options)) is not None:
-            return found
         joint = captured(model, inputs, options) if program is None else at_sizes(*program)
         step = lower_as_run(model, joint, options)
-        if isinstance(options.chunk, int) and options.chunk != 1:
-            step = chunked(model, step, options.chunk, options)
-        study = study_lowered(model, step, options)
-        if sized:
-            self._studies.learn(*sized, step, study, options)
-        return study
+        if isinstance(options.runtime.chunk, int) and options.runtime.chunk != 1:
+            step = chunked(model, step, options.runtime.chunk, options)
+        return study_lowered(model, step, options)
 
     def _program(self, inputs: Inputs, options: Options) -> Program | None:
         """Return the program with symbols that serves these inputs, and what they give it."""

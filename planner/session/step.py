@@ -1,4 +1,4 @@
-"""From a captured step to a study of it and to a plan: lowering, costs, reuse of a plan that fits.
+"""Lower, cost and plan a captured step, or reuse a plan that fits it.
 
 Planning without running (``planner.api.plan``) and running (``planner.runtimes``) both come
 through here, so both see the same graph.
@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,22 +24,32 @@ from cost_models.roofline import RooflineCosts
 from planner.analysis import eager_baseline
 from planner.analysis.eager_baseline import Costed, eager_step
 from planner.analysis.study import Study
+from planner.capture.autograd_accumulation import sum_in_place
 from planner.capture.cuda_attention import NEWEST, RULES
-from planner.capture.device import of_model
-from planner.capture.gradients import Gradients
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
-from planner.capture.lowering import LoweredGraph, lower
-from planner.capture.module_facts import module_facts, outside_bytes
-from planner.capture.order_constraints import runs_after
-from planner.capture.parallel import units_of
+from planner.capture.lowering import LoweredGraph, lower, runs_after
+from planner.capture.model_facts import module_facts, of_model, outside_bytes, units_of
+from planner.capture.parallel_events import Gradients
+from planner.capture.programs import DeferredBackward
 from planner.capture.provenance import kinds_of
-from planner.capture.target_device import Elsewhere
+from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
-from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, chunks_of, picked
+from planner.common.options import (
+    GROUPS,
+    LEAST_BYTES,
+    Budget,
+    Offload,
+    Runtime,
+    Search,
+    Target,
+    Training,
+    chunks_of,
+    group,
+)
 from planner.common.units import Size
 from planner.errors import CaptureError, PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
@@ -51,36 +61,31 @@ from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
+from planner.ir.policy import Policy
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
+from planner.ir.static_memory import SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
-from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step, with_writing_over
+from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.measure.devices import device_spec
 from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
 from planner.transforms import rounding
-from planner.transforms.inplace_grad_accumulation import sum_in_place
-from planner.transforms.local_graph import local_step
-from planner.transforms.weights_last import weights_last
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a person asks of a plan: groups of options, and the keywords of :func:`planner.plan` that are in none."""
+    """What a person asks of a plan, in groups, and what is found out about the step before it is planned."""
 
-    budget: Budget = field(default_factory=Budget)
-    search: Search = field(default_factory=Search)
-    offload: Offload = field(default_factory=Offload)
-    target: Target = field(default_factory=Target)
-    training: Training = field(default_factory=Training)
-    strategy: str | None = None
-    runtime: str = "graph"
-    chunk: Chunk = 1
-    """In how many chunks; 1 for none, ``"auto"`` for the planner to choose."""
+    budget: Budget = Budget()
+    search: Search = Search()
+    offload: Offload = Offload(False)
+    target: Target = Target()
+    training: Training = Training()
+    runtime: Runtime = Runtime("graph")
+    policy: Policy | None = None
     name: str = ""
-    maximum_shapes: int = 64
     reused_plan: Plan | None = None
     """Its static memory is taken in place of what ``training`` says."""
     loss: LossMemory | None = None
@@ -89,8 +94,8 @@ class Options:
     """The model's own step, recorded, or why it could not be; None where nobody asked."""
     is_stage: bool = False
     """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
-    weights_last: bool = False
-    """Whether a pipeline asks for the gradients of weights after those of inputs."""
+    deferred: DeferredBackward | None = None
+    """What runs a part of the backward later, when it is asked for; None for a backward in one part."""
     gradients: Gradients = field(default_factory=Gradients)
     """What DDP does with gradients of the step; ``found`` is left to who traces it."""
     plan_collectively: bool = False
@@ -98,13 +103,11 @@ class Options:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], **more: Any) -> Options:
-        """Return the options that the keywords of a public function ask for, and some that come from elsewhere."""
-        for own in fields(cls):
-            if isinstance(group := own.default_factory, type):
-                more.setdefault(own.name, picked(group, asked))
-            elif own.name in asked:
-                more.setdefault(own.name, asked[own.name])
-        return cls(**more)
+        """Return the options for the keywords of a public function, plain words among them, and for some others."""
+        given = {name: group(kind, asked[name]) for name, kind in GROUPS.items() if name in asked and name != "budget"}
+        if "budget" in asked:
+            given["budget"] = Budget.of(asked["budget"])
+        return cls(name=asked.get("name", ""), policy=asked.get("policy"), **given | more)
 
     def without_measuring(self) -> Options:
         """Return the options with the roofline where costs would be measured though nobody asked for it."""
@@ -121,22 +124,21 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
     """Return what a plan was allowed to offload."""
     made = plan.offloading
     if made is None:
-        return Offload()
+        return Offload(False)
     least = made.least_bytes or at_least
-    return Offload(offload=True, host_budget=made.host_budget_bytes, offload_at_least=least, offload_lossy=made.lossy)
+    return Offload(host_budget=made.host_budget_bytes, at_least=least, lossy=made.lossy)
 
 
 def options_of(plan: Plan, loss: LossMemory | None) -> Options:
     """Return the options that decide whether a plan fits elsewhere; times do not, so nothing is measured again."""
     return Options(
-        budget=Budget(budget=plan.budget_bytes),
+        budget=Budget(plan.budget_bytes),
         search=Search(compare=False),
         offload=offload_of(plan),
         target=Target(cost_model=RooflineCosts.name if plan.cost_model == MeasuredCosts.name else plan.cost_model),
         reused_plan=plan,
-        runtime=plan.runtime,
+        runtime=Runtime(plan.runtime, chunk=chunks_of(plan.fingerprint)),
         name=plan.model,
-        chunk=chunks_of(plan.fingerprint),
         loss=loss,
     )
 
@@ -146,22 +148,6 @@ def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, 
     if loss_fn is None:
         return options
     return replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.target.device))
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A plan together with the graph that it was made for."""
-
-    lowered: LoweredGraph
-    costs: tuple[OperationCost, ...]
-    plan: Plan
-    schedule: Schedule
-    """Of the lowered graph's operations."""
-    over: Mapping[int, int]
-    """For each of them that writes over an input, the value whose place its result takes."""
-    step: LoweredStep
-    """With what surrounds it."""
-    study: Study
 
 
 @dataclass(frozen=True)
@@ -175,35 +161,61 @@ class LoweredStep:
     """What else a plan for this step is made for."""
     warnings: tuple[Finding, ...] = ()
     capture_seconds: float = 0.0
-    stand_ins: Mapping[int, nn.Parameter] = field(default_factory=dict)
-    """By storage, what the device has of parameters that several devices share."""
     may_overwrite: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """For operations that can write over an input, the values that may be it."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan together with the step that it was made for."""
+
+    step: LoweredStep
+    study: Study
+    plan: Plan
+    schedule: Schedule
+    """Of the lowered graph's operations."""
+
+    @classmethod
+    def of(cls, step: LoweredStep, study: Study, plan: Plan) -> PlannedStep:
+        """Take the plan of a study of a lowered step."""
+        assert study.in_place is not None
+        return cls(step, study, plan, study.in_place.carried_out(plan.schedule_for(study.graph)))
+
+    @property
+    def lowered(self) -> LoweredGraph:
+        """The captured graph, lowered."""
+        return self.step.lowered
+
+    @property
+    def over(self) -> Mapping[int, int]:
+        """For each operation that writes over an input, the value whose place its result takes."""
+        assert self.study.in_place is not None
+        return self.study.in_place.over
+
+    @property
+    def single_costs(self) -> tuple[OperationCost, ...]:
+        """What the lowered graph's operations cost, before some were joined."""
+        assert self.study.in_place is not None
+        return self.study.in_place.single_costs
 
 
 @timings.stage("lowering")
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
     spec = device_spec(model, options.target.device)
-    devices = options.training.tensor_parallel
-    local = local_step(joint, devices)
 
     def blocks() -> Collection[str]:
-        plain = lower(local.joint, StepContext(alignment_bytes=spec.alignment_bytes, kinds=kinds_of(model)))
+        plain = lower(joint, StepContext(alignment_bytes=spec.alignment_bytes, kinds=kinds_of(model)))
         return find_layers(plain.graph).blocks
 
-    around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
-    lowered = lower(local.joint, context_of(model, spec, around, options))
-    facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
+    around = static_memory_of(model, joint.inputs, spec, options, blocks)
+    lowered = lower(joint, context_of(model, spec, around, options))
     lowered = rounding.marked(lowered)
     step = partial(
         LoweredStep,
         spec=spec,
         static_memory=around,
-        facts=facts,
-        warnings=local.notes,
         capture_seconds=joint.capture_seconds,
-        stand_ins=local.stand_ins,
     )
     # Inductor writes in place by itself, and orders its code itself.
     if joint.functional:
@@ -229,9 +241,9 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
-    if options.weights_last:
-        weights_last(joint, {id(parameter) for parameter in model.parameters()})
-    if not joint.functional and options.training.tensor_parallel == 1:
+    if options.deferred is not None:
+        options.deferred.mark(joint, model)
+    if not joint.functional:
         sum_in_place(joint)
     return lower_step(model, joint, options)
 
@@ -240,7 +252,7 @@ def static_memory_of(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> StaticMemory:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
-    around = static_memory(model, inputs, spec, options.training, blocks)
+    around = static_memory(model, inputs, spec, options.training, blocks, cuda_graphs=options.runtime.cuda_graphs)
     return around if options.reused_plan is None else as_planned(around, options.reused_plan)
 
 
@@ -253,10 +265,10 @@ def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
     return capture(model, inputs, implementation=implementation, elsewhere=elsewhere, choose_outputs=choose_outputs)
 
 
-def elsewhere_for(model: nn.Module, options: Options) -> Elsewhere | None:
+def elsewhere_for(model: nn.Module, options: Options) -> TargetDevice | None:
     """Return the GPU that a step is captured for, where that is not here to choose its kernels itself."""
     spec = device_spec(model, options.target.device)
-    return Elsewhere(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
+    return TargetDevice(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
 
 
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
@@ -267,9 +279,6 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     # Inductor writes kernels, and in place by itself.
     is_compiled = step.lowered.is_compiled
     in_place = in_kernels(step.lowered) if is_compiled else joined(step.lowered.graph, step.may_overwrite, costs)
-    if options.target.profile is None:
-        with outside_tracing():
-            costs = with_writing_over(model, step.lowered, in_place.over, costing, step.spec)
     joined_costs = in_place.costs(costs)
     if is_compiled:
         joined_costs = results_over_inputs(step.lowered, in_place, joined_costs)
@@ -283,7 +292,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
             step.spec,
             fingerprint=fingerprint_of(model, step),
             capture_seconds=step.capture_seconds + time.perf_counter() - begun,
-            runtime=options.runtime,
+            runtime=options.runtime.name,
             eager=eager_step(options.eager),
             warnings=(
                 *costing.warnings,
@@ -318,9 +327,9 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
         # Another batch may need more, or have a graph of its own; the budget is what counts.
         if must_match and not study.varies and assumes_the_same(reuse, study.origin):
             raise PlanMismatchError(
-                "the plan's decisions break the budget on this step: plan again, or pass replan=True"
+                "the plan's decisions break the budget on this step: plan again, or pass Budget(plan=plan, replan=True)"
             )
-    return study.planned(options.budget, options.search, options.offload, options.strategy)
+    return study.plan(options.budget, search=options.search, offload=options.offload, policy=options.policy)
 
 
 def plan_lowered(
@@ -342,9 +351,7 @@ def plan_lowered(
         # A plan that was made before operations wrote in place may need them one by one.
         study = study_lowered(model, replace(step, may_overwrite={}), options)
         plan = plan_study(study, options, reuse=reuse, must_match=must_match)
-    assert study.in_place is not None
-    schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
-    return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
+    return PlannedStep.of(step, study, plan)
 
 
 def _assumptions(joint: JointGraph) -> Iterator[Finding]:
@@ -476,7 +483,7 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
 
 def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
-    graph, joint = lowered.fingerprinted or lowered.graph, lowered.joint
+    graph, joint = lowered.graph, lowered.joint
     digest = hashlib.sha256()
     operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
     for operation in operations:

@@ -1,4 +1,4 @@
-"""Plan a captured step, in one piece or in chunks: planning and running both come through here."""
+"""Plan a captured step whole or in chunks; planning and running both come through here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.provenance import places_of
-from planner.common.options import AUTO, CHUNKS, COUNTS, TOLERANCE, Budget, chunks_of
+from planner.common.options import AUTO, CHUNKS, COUNTS, TOLERANCE, chunks_of
 from planner.common.units import format_percent
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed
@@ -58,15 +58,15 @@ def plan_step(
             step = chunked(model, whole, chunks, options, region)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     study = known.study if known is not None and known.lowered.graph == whole.lowered.graph else None
-    if options.chunk == 1:
+    if options.runtime.chunk == 1:
         return plan_lowered(model, whole, options, study=study)
     study = study or study_lowered(model, whole, options)
     options = _in_bytes(options, study)
-    if options.chunk == AUTO:
+    if options.runtime.chunk == AUTO:
         steps = candidates(model, whole, study, options)
         return cheapest(steps, lambda found, why: _planned(model, found, why, options), lambda made: made.plan)
-    assert isinstance(options.chunk, int)
-    return plan_lowered(model, chunked(model, whole, options.chunk, options), options)
+    assert isinstance(options.runtime.chunk, int)
+    return plan_lowered(model, chunked(model, whole, options.runtime.chunk, options), options)
 
 
 def chunked(
@@ -149,7 +149,7 @@ def _planned(model: nn.Module, found: Candidate, why: str, options: Options) -> 
 def _in_bytes(options: Options, study: Study) -> Options:
     """Return options whose budget is no percentage: one is of the step in one piece, however it is computed."""
     budget_bytes = study.posed(options.budget).budget_bytes + study.graph.total_static_bytes
-    return replace(options, budget=Budget(budget=budget_bytes))
+    return replace(options, budget=options.budget.within(budget_bytes))
 
 
 def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:

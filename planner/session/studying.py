@@ -1,49 +1,97 @@
-"""From a model to a :class:`~planner.analysis.study.Study` of its step, and to the answers that are made of one."""
+"""What people ask of a step: studies, what-if curves and audits; PyTorch's partitioner beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from cost_models.measured import Profile
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
+from planner.analysis.trade_off.axes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.analysis.trade_off.ranges import as_typed, check_budgets, parse_sizes
-from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
+from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_range
 from planner.analysis.trade_off.types import TradeOffCurve
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
-from planner.capture.parallel import has_several_ranks
-from planner.common.limits import Progress
-from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Search, Training, check_chunk, picked
+from planner.capture.joint import JointGraph
+from planner.capture.lowering import LoweredGraph
+from planner.capture.model_facts import has_several_ranks
+from planner.capture.torch_internals import min_cut_partition
+from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
-from planner.errors import UsageError
+from planner.errors import PlannerError, UsageError
+from planner.ir.schedule import Schedule
 from planner.plans.plan import Plan
 from planner.session.sizes import StudiesBySize
-from planner.session.step import Options
+from planner.session.step import Options, captured, lower_step, study_lowered
+
+_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""Values of ``activation_memory_budget`` that are tried."""
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """The forward and backward graph that PyTorch's partitioner writes."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+    num_forward_outputs: int
+
+
+def _partition(joint: JointGraph, ratio: float) -> _Partition:
+    """Let PyTorch's partitioner split a joint graph under its own kind of budget; nothing is run."""
+    module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
+    forward, backward = min_cut_partition(module, ratio, joint.num_forward_outputs)
+    return _Partition(forward.graph, backward.graph, joint.num_forward_outputs)
+
+
+def _read_schedule(split: _Partition, lowered: LoweredGraph) -> Schedule:
+    """Write PyTorch's two graphs as a schedule of our operations, in its own order.
+
+    A node keeps its name in both graphs, so one that computes in both runs again. Views and the
+    elements of tuples are no operations: what they look at is saved or made again with its owner.
+    """
+    index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
+    free = {node.name for node in lowered.alias_nodes}
+
+    def runs(graph: fx.Graph) -> list[int]:
+        names = [node.name for node in graph.nodes if node.op == "call_function"]
+        if unknown := [name for name in names if name not in index_of and name not in free]:
+            raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
+        return [index_of[name] for name in names if name in index_of]
+
+    return Schedule((*runs(split.forward), lowered.graph.loss_index, *runs(split.backward)))
+
+
+def partitioner_schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
+    """Return what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
+    joint = captured(model, inputs, options)
+    step = lower_step(model, joint, options)
+    in_place = study_lowered(model, step, options).in_place
+    assert in_place is not None
+    for ratio in _RATIOS:
+        yield in_place.read(_read_schedule(_partition(joint, ratio), step.lowered))
+
+
+_SIZES = {"batch_size": "batch sizes", "seq_len": "sequence lengths"}
 
 
 def study(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
-    device: str | None = None,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
-    runtime: str = "graph",
-    chunk: Chunk = OFF,
-    deterministic: bool = False,
+    training: Training | str = Training(),
+    runtime: Runtime | str = "graph",
+    search: Search | str = Search(),
+    target: Target | str = Target(),
     name: str = "",
-    progress: Progress | None = None,
-    **training: Any,
 ) -> Study:
     """Capture and cost one training step as a whole, so that many plans can be asked of it.
 
@@ -51,16 +99,13 @@ def study(
     ----------
     model : torch.nn.Module
         Real, or built under ``planner.capture.fake_mode()`` to need no memory.
-    example_inputs, example_kwargs, loss_fn, device, cost_model, profile, name, progress
+    inputs, loss_fn, training, target, name
         See :func:`planner.plan`.
-    runtime : str
-        What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules.
-    chunk : int or str
-        In how many chunks to compute what makes the peak, or ``"off"``; percentages are then of the peak in chunks.
-    deterministic : bool
-        Whether plans made of it are to be the same every time: ``cost_model="auto"`` then measures nothing.
-    **training
-        The fields of :class:`planner.common.options.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
+    runtime : str or Runtime
+        What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules. In chunks,
+        percentages are of the peak in chunks.
+    search : str or Search
+        Its ``progress`` is told how it stands; where it is ``deterministic``, ``cost_model="auto"`` measures nothing.
 
     Returns
     -------
@@ -82,70 +127,62 @@ def study(
     >>> [step.plan(budget=budget).status for budget in ("100%", "80%")]
     ['optimal', 'optimal']
     """
-    options = Options.of(locals(), training=Training(**training), chunk=check_chunk(chunk))
-    return _studies(model, options).at(Inputs.of(example_inputs, example_kwargs), loss_fn, beside_eager=True)
+    options = Options.of(locals())
+    return studies_by_size(model, options).at(Inputs.of(inputs), loss_fn, beside_eager=True)
 
 
-def _studies(model: nn.Module, options: Options) -> StudiesBySize:
+def studies_by_size(model: nn.Module, options: Options) -> StudiesBySize:
+    """Return the studies of a model's step at sizes of its inputs."""
     check_model(model)
-    runtime, chunks = options.runtime, options.chunk
+    runtime, chunks = options.runtime.name, options.runtime.chunk
     if runtime not in ("graph", "modules"):
         raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
     if not isinstance(chunks, int):
         raise UsageError("a step is studied in one number of chunks: give it, or use planner.plan with chunk='auto'")
     if chunks != 1:
-        chunked_graph(runtime, several_devices=options.training.tensor_parallel > 1 or has_several_ranks())
-    return StudiesBySize(model, options)
+        chunked_graph(runtime, several_devices=has_several_ranks())
+    # Budgets are asked of the study; what percentages are of is known to it whatever reports are to compare.
+    return StudiesBySize(model, replace(options, budget=Budget(), search=replace(options.search, compare=True)))
 
 
 def what_if(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
-    budget: Size | None = None,
-    points: int = 20,
-    budgets: str | Iterable[Size] | None = None,
-    batch_sizes: str | int | Iterable[int] | None = None,
-    seq_lens: str | int | Iterable[int] | None = None,
-    runtime: str = "graph",
-    solver: str = "auto",
-    offload: bool = False,
-    host_budget: Size | None = None,
-    offload_at_least: Size = LEAST_BYTES,
-    offload_lossy: bool = False,
-    time_limit_seconds: float = 25.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    progress: Progress | None = None,
-    **options: Any,
+    budget: Budget | Size | None = None,
+    budgets: int | str | Iterable[Size] = 20,
+    sizes: Mapping[str, str | int | Iterable[int]] | None = None,
+    loss_fn: LossFunction | None = None,
+    offload: Offload | bool = False,
+    training: Training | str = Training(),
+    runtime: Runtime | str = "graph",
+    search: Search | str = Search(time_limit_seconds=25.0),
+    target: Target | str = Target(),
 ) -> TradeOffCurve:
     """Return the overhead of the best plan over the budget, from the smallest feasible one to none needed.
 
     Parameters
     ----------
     model : torch.nn.Module
-    example_inputs : tensor, tuple or dict
+    inputs : tensor, tuple, dict, Inputs or object
+        See :func:`planner.plan`.
     budget : int, float or str, optional
-        A budget to ask about beside the points, together with 1 GiB more.
-    points : int
-        How many budgets, at equal distances.
-    budgets : str or iterable of int or str, optional
-        Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"`` or ``["4GiB", "8GiB"]``.
-    batch_sizes, seq_lens : str, int or iterable of int, optional
-        Sizes to ask about at ``budget``, ``"1..64"``, ``"1,2,4"`` or ``[1, 2, 4]``: the largest that fits, and how much
-        each trains a second. The example inputs are repeated or cut to each: along the first dimension of every tensor
-        that is as long there as the first, or along all others that are as long as the first tensor's second.
-    runtime : str
+        A budget to ask about beside the curve, together with 1 GiB more.
+    budgets : int, str or iterable of int or str
+        How many budgets, at equal distances; where they lie, ``"4GiB..16GiB"``, or with their number,
+        ``"4GiB..16GiB:8"``; or which they are, ``"4GiB,8GiB"`` or ``["4GiB", "8GiB"]``.
+    sizes : mapping, optional
+        Sizes to ask about at ``budget``, by ``"batch_size"`` or ``"seq_len"``: ``"1..64"``, ``"1,2,4"`` or
+        ``[1, 2, 4]``. The largest that fits is found, and how much each trains a second. The inputs are repeated or
+        cut to each: along the first dimension of every tensor that is as long there as the first, or along all others
+        that are as long as the first tensor's second.
+    loss_fn, offload, training, target
+        See :func:`planner.plan`; with offload the curve is of plans that offload too.
+    runtime : str or Runtime
         ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step, which have a solver of
         their own.
-    solver, offload, host_budget, offload_at_least, offload_lossy, deterministic, seed
-        See :func:`planner.plan`; with offload the curve is of plans that offload too.
-    time_limit_seconds : float
-        Roughly, for all points together; each size may take a fifth of it.
-    progress : callable, optional
-        Told in short lines how it stands.
-    **options
-        ``example_kwargs``, ``loss_fn``, ``device``, ``optimizer``, ...: see :func:`planner.study`.
+    search : str or Search
+        See :func:`planner.plan`. The time limit is for all points together; each size may take a fifth of it.
 
     Returns
     -------
@@ -163,76 +200,57 @@ def what_if(
     --------
     >>> import torch, planner
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    >>> curve = planner.what_if(model, torch.randn(256, 64), points=3)
+    >>> curve = planner.what_if(model, torch.randn(256, 64), budgets=3)
     >>> curve.points[-1].overhead
     0.0
     """
-    search, allowed = picked(Search, locals()), picked(Offload, locals())
-    batches = None if batch_sizes is None else parse_sizes(as_typed(batch_sizes), what="batch sizes")
-    lengths = None if seq_lens is None else parse_sizes(as_typed(seq_lens), what="sequence lengths")
-    if (batches or lengths) and budget is None:
+    options = Options.of(locals())
+    search, budget = options.search, options.budget.size
+    if unknown := set(sizes or {}) - set(_SIZES):
+        raise UsageError(f"sizes are asked about by {' or '.join(map(repr, _SIZES))}, not {min(unknown)!r}")
+    asked = {name: parse_sizes(as_typed(wanted), what=_SIZES[name]) for name, wanted in (sizes or {}).items()}
+    if asked and budget is None:
         raise UsageError("sizes are asked about at a budget: give budget, what is to fit")
-    if points < 2:
-        raise UsageError(f"a curve has at least 2 points, not {points}")
-    Budget(budget=budget).check(or_none=True)
-    if budgets is not None:
-        check_budgets(budgets := as_typed(budgets))
-    check_solver(runtime, solver)
-    offloading_runtime(runtime, allowed)
-    options = {"runtime": runtime, "deterministic": deterministic, "progress": progress, **options}
-    studies, loss_fn = studies_by_size(model, **options), options.get("loss_fn")
-    inputs = Inputs.of(example_inputs, options.get("example_kwargs"))
-    asked = (("batch_size", batches, inputs.with_batch), ("seq_len", lengths, inputs.with_length))
-    for _, sizes, resized in asked:
-        studies.expect(resized(size) for size in (sizes.values[:2] if sizes else ()))
-    step = studies.at(inputs, loss_fn, beside_eager=True)
-    host = step.host_for(allowed)
-    sweep = CurveSweep(step, search, points=points, budgets=budgets, asked=budget, host=host)
+    points, typed = points_and_range(budgets)
+    options.budget.check(or_none=True)
+    check_solver(options.runtime.name, search.solver)
+    offloading_runtime(options.runtime.name, options.offload)
+    studies, example = studies_by_size(model, options), Inputs.of(inputs)
+    resized = {"batch_size": example.with_batch, "seq_len": example.with_length}
+    for name, wanted in asked.items():
+        studies.expect(resized[name](size) for size in wanted.values[:2])
+    step = studies.at(example, loss_fn, beside_eager=True)
+    host = step.host_for(options.offload)
+    sweep = CurveSweep(step, search, points=points, budgets=typed, asked=budget, host=host)
     sweep.run()
     curve = sweep.curve()
-    if sweep.asked_bytes is None or not (batches or lengths):
+    if sweep.asked_bytes is None:
         return curve
 
-    def sized(resized: Callable[[int], Inputs], size: int) -> Study:
-        return studies.at(resized(size), loss_fn)
+    def sized(name: str, size: int) -> Study:
+        return studies.at(resized[name](size), loss_fn)
 
     axes: dict[str, SizeAxis] = {}
-    for option, sizes, resized in asked:
-        if sizes is not None:
-            how: dict[str, Any] = {"study_at": partial(sized, resized), "offload": allowed}
-            found = SizeSearch.along(option, sizes, sweep.asked_bytes, search, samples=inputs.batch_size, **how)
-            found.run()
-            axes[option] = found.axis_so_far
+    for name, wanted in asked.items():
+        how: dict[str, Any] = {"study_at": partial(sized, name), "offload": options.offload}
+        found = SizeSearch.along(name, wanted, sweep.asked_bytes, search, samples=example.batch_size, **how)
+        found.run()
+        axes[name] = found.axis_so_far
     return replace(curve, batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len"))
-
-
-def studies_by_size(model: nn.Module, **asked: Any) -> StudiesBySize:
-    """Return the studies of a model's step at sizes of its inputs; the keywords are those of :func:`study`."""
-    known = study.__kwdefaults__ or {}
-    training = Training(**{name: value for name, value in asked.items() if name not in known})
-    chunks = check_chunk(asked.get("chunk", OFF))
-    return _studies(model, Options.of({**known, **asked}, training=training, chunk=chunks))
 
 
 def audit(
     model: nn.Module,
-    example_inputs: Any = None,
+    inputs: Any = None,
     *,
     current: str | Path | Plan,
-    budget: Size | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    budget: Budget | Size | None = None,
     loss_fn: LossFunction | None = None,
-    runtime: str = "auto",
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    device: str | None = None,
-    cost_model: str = "auto",
-    profile: Profile | None = None,
+    training: Training | str = Training(),
+    runtime: Runtime | str = "auto",
+    search: Search | str = Search(),
+    target: Target | str = Target(),
     name: str = "",
-    progress: Progress | None = None,
-    **training: Any,
 ) -> Audit:
     """Say what the present checkpointing of a model costs, and what a plan would do in its place.
 
@@ -245,15 +263,13 @@ def audit(
         the forward, about as many as the square root of the places to cut), or a plan, or the file of one.
     budget : int, float or str, optional
         What the device may hold: then the best plan within it is looked for too.
-    runtime : str
+    runtime : str or Runtime
         ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step; ``"auto"`` is what a plan
         that is given is for, if it is one of these, else ``"graph"``.
-    time_limit_seconds : float
-        For each of the two searches.
-    example_inputs, example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile, name, progress
+    search : str or Search
+        See :func:`planner.plan`; the time limit is for each of the two searches.
+    inputs, loss_fn, training, target, name
         See :func:`planner.plan`.
-    **training
-        The fields of :class:`planner.common.options.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
     Returns
     -------
@@ -274,11 +290,12 @@ def audit(
     >>> found.now.overhead, found.fits, found.within_budget.status
     (0.0, False, 'optimal')
     """
-    asked = locals()
+    options = Options.of(locals())
     known = read_current(current)  # refused before minutes of capture
-    if runtime == "auto":
-        runtime = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
-    check_solver(runtime, solver)
+    if options.runtime.name == "auto":
+        of_plan = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
+        options = replace(options, runtime=replace(options.runtime, name=of_plan))
+    check_solver(options.runtime.name, options.search.solver)
     check_model(model)
     try:
         check_own_checkpointing(model)
@@ -287,6 +304,6 @@ def audit(
             f"{error}; then name it here with current='every-layer', which is simulated on the model without it "
             "(planner.check looks at the model as it is, and names this checkpointing-already-on)"
         ) from error
-    options = Options.of({**asked, "runtime": runtime}, budget=Budget(), training=Training(**training))
-    step = _studies(model, options).at(Inputs.of(example_inputs, example_kwargs), loss_fn, beside_eager=True)
-    return audit_study(step, current, options.search, budget)
+    studies = studies_by_size(model, options)
+    step = studies.at(Inputs.of(inputs), loss_fn, beside_eager=True)
+    return audit_study(step, current, options.search, options.budget.size)

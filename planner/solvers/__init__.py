@@ -7,6 +7,7 @@ add one. A solver only proposes: :func:`solve` holds each claim against the simu
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
@@ -14,10 +15,15 @@ from typing import Protocol, runtime_checkable
 from planner.common.limits import SolveLimits
 from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
+from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import minimum_peak
-from planner.solving.region_recompute import confined
+
+_REGION_ATTEMPTS = 6
+"""How often less is asked for, where recomputing inside regions raises the peak."""
 
 
 @runtime_checkable
@@ -161,7 +167,7 @@ def solved(
         solution = chosen.solve(problem, effort=effort, progress=progress)
     else:
         try:
-            solution = confined(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
+            solution = solve_in_regions(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
         except HostBudgetError:
             raise
         except InfeasibleBudgetError as error:
@@ -200,4 +206,51 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
         is_proven=error.is_proven,
         lower_bound_seconds=error.lower_bound_seconds,
         lowest=floor.schedule,
+    )
+
+
+def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
+    """Put every recomputation that stands outside its region off until the region runs next.
+
+    What would come after its region's last operation is of no use there, and is left out. Operations
+    without a region stay where they are. O(operations + runs).
+    """
+    before: dict[int, list[int]] = {}
+    waiting: dict[str, list[int]] = {}
+    recomputations = schedule.recomputations()
+    for index, operation in enumerate(graph.operations):
+        due = waiting.pop(operation.region, []) if operation.region else []
+        for again in recomputations.get(index, ()):
+            region = graph.operations[again].region
+            place = due if region in ("", operation.region) else waiting.setdefault(region, [])
+            if again not in place:
+                place.append(again)
+        if due:
+            before[index] = due
+    return Schedule.with_recomputations(graph, before)
+
+
+def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
+    """Solve a problem so that recomputations stay in their regions.
+
+    Solvers know no regions, and seldom need to: a value is made again right before it is read, by an
+    operation of the same region. Where that is not so, putting recomputations off can raise the peak;
+    then less is asked for. The lower bound is that of the problem as it was first posed.
+    """
+    solution = solve(problem)
+    if not any(operation.region for operation in problem.graph.operations):
+        return solution
+    bound_seconds, asked = solution.lower_bound_seconds, problem
+    for _ in range(_REGION_ATTEMPTS):
+        schedule = recompute_in_regions(problem.graph, solution.schedule)
+        evaluation = simulate(problem.graph, problem.costs, schedule)
+        excess_bytes = evaluation.peak_bytes - problem.budget_bytes
+        if excess_bytes <= 0:
+            return Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound_seconds)
+        asked = replace(asked, budget_bytes=asked.budget_bytes - excess_bytes)
+        solution = solve(asked)
+    raise InfeasibleBudgetError(
+        "no plan was found whose recomputations stay inside their blocks",
+        minimum_feasible_peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
+        operation=problem.graph.operations[schedule.order[evaluation.peak_position]].name,
     )

@@ -1,4 +1,4 @@
-"""Race the good solvers, and give the best plan with the best proven bound.
+"""Run the integer programme and annealing side by side; return the best plan with the best proven bound.
 
 The integer programme nearly always closes the gap at once. Beside it, in threads of their own
 (neither HiGHS nor the kernels of the annealing hold the interpreter's lock), goes annealing where

@@ -1,13 +1,12 @@
-"""Which calls of modules to checkpoint, and which send what they save to the host, where nothing else can be done."""
+"""Choose which modules to checkpoint or offload, where single operations cannot be recomputed."""
 
 from __future__ import annotations
 
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solving.modules.ilp import NAME, Chooser
+from planner.solving.modules.ilp import NAME, Chooser, cheapest, variants_of
 from planner.solving.modules.offload import cheapest_with_offload, offloading_variants
-from planner.solving.modules.variants import cheapest, variants_of
 
 
 def lowest_choice(problem: Problem, clock: Clock) -> Schedule:

@@ -1,4 +1,4 @@
-"""Step-cut integer programming, made exact lazily.
+"""Near-optimal plans with a proven bound: a step-cut integer programme to which cuts are added lazily.
 
 Start from one cut, relax, and put cuts where the relaxed solution, a share at a time, breaks the budget most, until it
 does so nowhere. Then decide what runs again by branch and bound, carry the solution out, and simulate. If that breaks
@@ -12,32 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.branching import Branching, Limits
-from planner.solving.budget_rows import BudgetRows, Rounding
+from planner.solving.branch_and_bound import Branching, Limits, PseudoCosts, Tree
+from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Library, Relaxation, met
-from planner.solving.path_rows import PathRows, Way
+from planner.solving.milp import Answer, Relaxation, exact_optimum, relaxed
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
-from planner.solving.tree import Gains, Tree
 
 _LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
 """Until each share of the time, how near plan and bound are to come, as a share of the step."""
 
-_RELAXED_SHARE, _DECIDED_SHARE = 0.6, 0.85
-"""Until what share of the time cuts are found by relaxations alone; and until which by whole solutions, before some of
-the budget is left free to find any plan at all."""
+_RELAXED_SHARE = 0.6
+"""Until what share of the time cuts are found by relaxations alone."""
 
 _RISEN = 1e-4
-"""By so much of the step the bound must rise for cuts where a rounded solution breaks the budget to be added on."""
+"""By so much of the step the bound must rise for the last cuts to be worth their rows."""
 
 _OVER, _CUTS_AT_ONCE = 2e-3, 6
 """By so much of the budget a relaxed solution must be over it for a cut there, and so many are added at a time."""
@@ -107,25 +103,24 @@ class _StepCutSearch:
         self.is_alone = is_alone
         self.problem = incumbent.problem
         self.exact = merged(self.problem)
-        self.posed = without_small(self.exact)
+        self.reduced = without_small(self.exact)
         """What programmes are about, with fewer values; each plan is held to the problem itself."""
         self.clock = effort.clock()
         self.enough = effort.enough
         self.tell = progress
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
-        self.ways: list[Way] = []
+        self.ways: list[Path] = []
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
-        self.gains = Gains()
+        self.gains = PseudoCosts()
         self.decided: list[Limits] = [{}]
         """What is decided at each open node of the last tree."""
 
     def run(self) -> None:
         problem, count = self.problem, len(self.problem.graph.operations)
         if not self.incumbent.update(Schedule.keep_all(problem.graph), IlpSolver.name):
-            self.library = Library(self.tell)
             cuts = [Cut(problem.baseline.peak_position)]
-            self.search(cuts if count <= _SMALL else self.relax(cuts), cuts)
+            self.decide(cuts if count <= _SMALL else self.relax(cuts))
         if self.incumbent.schedule is None:
             raise self.incumbent.infeasible()
 
@@ -137,13 +132,6 @@ class _StepCutSearch:
         gap = next((gap for until, gap in _LEVELS if self.clock.left(until) > 0), _LEVELS[-1][1])
         return self.incumbent.is_closed(max(gap, self.enough) * step_seconds)
 
-    def search(self, cuts: list[Cut], first: list[Cut]) -> None:
-        """Decide what runs again, and cut where that breaks the budget, until bound and plan meet."""
-        cuts = self.decide(cuts, 1.0 if self.incumbent.schedule else _DECIDED_SHARE)
-        if self.incumbent.schedule is None and not self.is_over():
-            self.leave_spare(first)
-            self.decide(cuts, 1.0)
-
     def relax(self, cuts: list[Cut]) -> list[Cut]:
         """Add cuts where relaxations break the budget, until they break it nowhere."""
         best_seconds, best = 0.0, (cuts, self.ways, self.roundings)
@@ -151,23 +139,21 @@ class _StepCutSearch:
             model, answer = self.relaxed(cuts, _RELAXED_SHARE)
             if answer.columns is None:
                 break
-            schedule, _, evaluation = self.carried_out(cuts, model, answer.columns)
+            self.carried_out(cuts, model, answer.columns)
             more = self.cuts_of_shares(cuts, model, answer.columns)
             has_risen = answer.bound * self.scale > best_seconds + _RISEN * self.problem.baseline.seconds
             if has_risen or more is not None:
                 best_seconds, best = answer.bound * self.scale, (cuts, self.ways, self.roundings)
-            if more is None and has_risen:
-                more = self.cuts_of_runs(cuts, schedule, evaluation.timeline_bytes)
             if more is None:
                 break
             cuts = more
         cuts, self.ways, self.roundings = best
         return cuts
 
-    def decide(self, cuts: list[Cut], share: float) -> list[Cut]:
+    def decide(self, cuts: list[Cut]) -> None:
         """Solve whole programmes, and add the cuts that the schedule of each calls for."""
-        while not self.is_over(share):
-            found = self.whole(cuts, share)
+        while not self.is_over():
+            found = self.whole(cuts, 1.0)
             if found is None:
                 break
             model, columns = found
@@ -175,70 +161,45 @@ class _StepCutSearch:
             if evaluation.peak_bytes <= self.problem.budget_bytes:
                 break
             more = self.cuts_of_shares(cuts, model, columns)
-            more = more or self.cuts_of_runs(cuts, schedule, evaluation.timeline_bytes)
             more = more or self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
-            if more is None and self.posed is self.exact:
+            if more is None and self.reduced is self.exact:
                 break
             if more is None:
-                self.pose_exactly()
+                self.use_exact_problem()
             cuts = more or cuts
-        return cuts
 
-    def pose_exactly(self) -> None:
+    def use_exact_problem(self) -> None:
         """Let programmes be about the smallest values, too; what was decided and added without them goes."""
-        self.posed, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
+        self.reduced, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
 
     def carried_out(
         self, cuts: list[Cut], model: Model, columns: Sequence[float]
     ) -> tuple[Schedule, list[int], Evaluation]:
-        """Carry a solution out, and offer it, mended if it is worth that."""
+        """Carry a solution out, and offer it, repaired if it is worth that."""
         problem, incumbent = self.problem, self.incumbent
-        schedule, segment = carry_out(self.posed, cuts, model, columns)
+        schedule, segment = carry_out(self.reduced, cuts, model, columns)
         evaluation = problem.evaluate(schedule)
         self.offer(schedule.order)
         over = evaluation.peak_bytes / max(problem.budget_bytes, 1)
         if over > 1.0 and (incumbent.schedule is None or over <= _MENDED):
             self.mend(schedule.order)
         self.tell(
-            f"ilp: {len(cuts)} cuts, bound {incumbent.lower_bound_seconds:.6g} s, "
-            f"carried out at {over:.2%} of the budget, found {incumbent.added_seconds:.6g} s"
+            f"ilp: budget required at {len(cuts)} moments of the step; any plan adds at least "
+            f"{incumbent.lower_bound_seconds:.6g} s, this one peaks at {over:.2%} of the budget, {self.best_so_far}"
         )
         return schedule, segment, evaluation
 
-    def leave_spare(self, cuts: list[Cut]) -> None:
-        """Leave some of the budget free at the cuts, for what recomputing takes elsewhere; that proves nothing."""
-        problem, incumbent = self.problem, self.incumbent
-        low, high = 0.0, 0.5
-        while not self.is_over() and high - low > 0.005:
-            spare = (low + high) / 2
-            columns, model = self.spared(cuts, int(spare * problem.budget_bytes))
-            if columns is None:
-                high = spare
-                continue
-            schedule, _ = carry_out(self.posed, cuts, model, columns)
-            evaluation = problem.evaluate(schedule)
-            before = incumbent.added_seconds
-            self.offer(schedule.order)
-            if evaluation.peak_bytes > problem.budget_bytes:
-                self.mend(schedule.order)
-                low = spare
-            else:
-                high = spare
-            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {incumbent.added_seconds:.6g} s")
-
-    def spared(self, cuts: list[Cut], spare_bytes: int) -> tuple[list[float] | None, Model]:
-        """Solve the programme that leaves some of the budget free."""
-        model = build(self.posed, cuts, spare_bytes)
-        if model is None:
-            return None, Model()
-        answer = self.library.minimise(model, relax=True)
-        self.clock.work(len(model.rows) * (_LP_SECONDS_PER_ROW + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
-        return answer.columns, model
+    @property
+    def best_so_far(self) -> str:
+        """What people are told of the incumbent."""
+        if self.incumbent.schedule is None:
+            return "no plan found yet"
+        return f"the best plan adds {self.incumbent.added_seconds:.6g} s"
 
     def relaxed(self, cuts: list[Cut], share: float) -> tuple[Model, Answer]:
         """Solve the relaxation of a programme, and again with the rows that its solution breaks; keep its bound."""
         model, rows = self.model(cuts)
-        relaxation = self.library.relaxation(model)
+        relaxation = relaxed(model)
         answer = Answer(None, 0.0)
         while self.clock.left(share) > 0:
             found = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
@@ -256,10 +217,10 @@ class _StepCutSearch:
 
     def model(self, cuts: list[Cut]) -> tuple[Model, _Rows]:
         """Write a programme down, with the rows that mattered last."""
-        model = build(self.posed, cuts)
+        model = build(self.reduced, cuts)
         if model is None:
             raise self.incumbent.infeasible(proven=True)
-        return model, _Rows(PathRows(self.posed, cuts, model, self.ways), BudgetRows(model, self.roundings))
+        return model, _Rows(PathRows(self.reduced, cuts, model, self.ways), BudgetRows(model, self.roundings))
 
     def solve(self, relaxation: Relaxation, model: Model, seconds_per_row: float, turns: int | None = None) -> Answer:
         """Solve a relaxation in the time that is left."""
@@ -272,24 +233,26 @@ class _StepCutSearch:
         """Look for the optimum of whole solutions until time is over, or plan and bound are near enough."""
         self.relaxed(cuts, share)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
-        relaxation = self.library.relaxation(model)
-        branching = Branching(self.posed, cuts, model)
+        relaxation = relaxed(model)
+        branching = Branching(self.reduced, cuts, model)
 
         def solve(turns: int | None) -> Answer:
             return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
 
         tree = Tree(model, branching, relaxation, rows.add_broken, self.gains, solve)
-        if not tree.plant(map(branching.known, self.decided), self.cutoff):
+        if not tree.open_nodes(map(branching.known, self.decided), self.cutoff):
             return None
         leaf = None
         while True:
             bound = tree.bound(self.cutoff)
             if math.isinf(bound):
                 raise self.incumbent.infeasible(proven=True)
-            self.incumbent.raise_bound((bound if leaf is None else met(model, leaf.columns, bound)) * self.scale)
+            self.incumbent.raise_bound(
+                (bound if leaf is None else exact_optimum(model, leaf.columns, bound)) * self.scale
+            )
             if leaf is not None or self.is_over(share):
                 break
-            leaf = tree.divide(self.cutoff)
+            leaf = tree.branch(self.cutoff)
         self.decided = [node.limits for node in tree.open]
         return None if leaf is None else (model, leaf.columns)
 
@@ -313,21 +276,12 @@ class _StepCutSearch:
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
         """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""
-        self.clock.work(_SHARES_SECONDS_PER_VALUE * len(cuts) * len(self.posed.graph.values))
+        self.clock.work(_SHARES_SECONDS_PER_VALUE * len(cuts) * len(self.reduced.graph.values))
         most_bytes = (1.0 + _OVER) * self.problem.budget_bytes
         worst: list[tuple[float, int]] = []
-        for stretch in bytes_between(self.posed, cuts, model, columns):
+        for stretch in bytes_between(self.reduced, cuts, model, columns):
             over = [(size_bytes, step) for step, size_bytes in stretch.items() if size_bytes > most_bytes]
             worst += sorted(over)[-1:]
-        return self.with_worst(cuts, worst)
-
-    def cuts_of_runs(self, cuts: list[Cut], schedule: Schedule, timeline: tuple[int, ...]) -> list[Cut] | None:
-        """Add cuts where first runs of a schedule are furthest over the budget, one between two of them."""
-        first = schedule.first_runs()
-        worst: list[tuple[float, int]] = []
-        for cut, following in pairwise([*cuts, Cut(len(first))]):
-            inside = [(timeline[first[step]], step) for step in range(cut.step + 1, following.step)]
-            worst += [each for each in sorted(inside)[-1:] if each[0] > self.problem.budget_bytes]
         return self.with_worst(cuts, worst)
 
     def with_worst(self, cuts: list[Cut], worst: list[tuple[float, int]]) -> list[Cut] | None:
@@ -351,7 +305,7 @@ class _StepCutSearch:
         around = self.with_step(before or cuts, step) or before
         if around is not None:
             return around
-        if operation not in needed_after(self.posed, step - 1)[0]:
+        if operation not in needed_after(self.reduced, step - 1)[0]:
             return None
         following = segment[position] + 1
         if operation in cuts[following].again:

@@ -1,4 +1,4 @@
-"""Keep, recompute or offload: a mixed plan, with a bound on all of them.
+"""Keep, recompute or offload each value, with a bound on all such plans.
 
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
@@ -16,12 +16,12 @@ from itertools import combinations
 
 from planner import solvers
 from planner.common.limits import Clock, SolveLimits
-from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
+from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Library
+from planner.solving.milp import Answer, minimise
 from planner.solving.offload_bound import OffloadCut, build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_schedule, proven_lowest
@@ -72,12 +72,12 @@ class OffloadSearchSolver:
         """Better an incumbent of a problem with a host; a HostBudgetError says that more of its memory would do."""
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
-            _Mix(incumbent, effort).run()
+            _OffloadSearch(incumbent, effort).run()
         if incumbent.schedule is None:
             raise _infeasible(incumbent, incumbent.problem.host)
 
 
-class _Mix:
+class _OffloadSearch:
     def __init__(self, incumbent: Incumbent, effort: SolveLimits) -> None:
         assert incumbent.problem.host is not None
         self.incumbent, self.problem, self.effort = incumbent, incumbent.problem, effort
@@ -129,15 +129,11 @@ class _Mix:
         return answer.bound * cut.scale, _away(cut, answer)
 
     def solved(self, cut: OffloadCut) -> Answer:
-        """Solve the programme of a cut; without a library nothing is known of it."""
-        try:
-            library = Library(lambda line: None)
-        except SolverUnavailableError:
-            return Answer(None, 0.0)
+        """Solve the programme of a cut."""
         if self.is_small:
-            return library.minimise(cut.model, seconds=None if self.clock.counts_work else self.clock.limit_seconds)
+            return minimise(cut.model, seconds=None if self.clock.counts_work else self.clock.limit_seconds)
         self.clock.work(len(cut.model.rows) * _LP_SECONDS_PER_ROW)
-        return library.minimise(cut.model, relax=True)
+        return minimise(cut.model, relax=True)
 
     def offload_alone(self, cuts: Iterable[int]) -> None:
         """Plan without any recompute, unless the programme of some cut says that this is no better."""

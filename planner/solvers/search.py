@@ -1,4 +1,4 @@
-"""Annealing on the set of reruns, for budgets at which the integer programme stalls.
+"""Simulated annealing on the recompute set, for budgets at which the integer programme leaves a gap.
 
 It proves nothing. Some plans are found from nothing, going from hot to cold; then what is made of
 two of them, or of one, is annealed, barely warm, and the better ones stay: see
@@ -25,12 +25,11 @@ from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
-from planner.solving.minimum_peak_search import descended
+from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
-from planner.solving.peak_repair import mended
-from planner.solving.repeats import Repeats
+from planner.solving.peak_repair import with_lower_peak
 from planner.solving.rerun_set import RerunSet
-from planner.solving.solution_pool import MANY, Member, Population
+from planner.solving.solution_pool import MANY, Member, SolutionPool
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs
@@ -58,9 +57,6 @@ _YOUNG_SHARE = 0.35
 
 _FROM_NOTHING = 4
 """Beside a plan that is near the bound, one of so many rounds starts from nothing all the same."""
-
-_COPIED = 0.2
-"""How often a round starts from a plan in which one repeated layer is copied to others."""
 
 _MENDING_SHARE, _DESCENT_SHARE = 0.1, 0.8
 """Of what is left of the time, at most, for a first plan after a round of annealing that found none: from what that
@@ -135,7 +131,7 @@ class SearchSolver:
         def look_lower() -> None:
             if incumbent.take_lowest(self.name):
                 return
-            near = mended(problem, rounds.ended(), part(_MENDING_SHARE).clock(), problem.budget_bytes, is_over)
+            near = with_lower_peak(problem, rounds.ended(), part(_MENDING_SHARE).clock(), problem.budget_bytes, is_over)
             if problem.evaluate(near).peak_bytes <= problem.budget_bytes:  # else it is none to go down from
                 incumbent.update(near, self.name)
                 return
@@ -167,7 +163,7 @@ class SearchSolver:
     ) -> Schedule:
         """Go down from the lowest plan that an incumbent has seen, until it has one within the budget."""
         problem = replace(incumbent.problem, budget_bytes=least_bytes)
-        return descended(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
+        return lowest_plan(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
 
 
 def _is_compiled() -> bool:
@@ -212,7 +208,7 @@ def compile_kernels() -> None:
     """Call all that numba compiles."""
     problem, effort = smallest(), SolveLimits(deterministic=True)
     SOLVER.solve(problem, effort=effort)
-    descended(problem, Schedule.keep_all(problem.graph), effort)
+    lowest_plan(problem, Schedule.keep_all(problem.graph), effort)
 
 
 def smallest() -> Problem:
@@ -235,8 +231,7 @@ class _Rounds:
         self.problem = problem
         self.reruns = RerunSet(problem, seed)
         self.kernels, self.state, self.random = self.reruns.kernels, self.reruns.state, self.reruns.random
-        self.repeats = Repeats(self.reruns.problem)
-        self.population = Population(self.random)
+        self.pool = SolutionPool(self.random)
         self.far_seconds = _FAR * problem.baseline.seconds
         self.number = 0
         self.is_hard = False
@@ -252,18 +247,18 @@ class _Rounds:
         self.begun_seconds = clock.left()
         share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
         moves_each = int(min(max(share, _FEWEST_MOVES), _MOST_MOVES))
-        while not self.population.is_exhausted and clock.left() > 0 and not is_over():
+        while not self.pool.is_exhausted and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
             moves = int(moves_each * (_CROSSED if start else 1.0))
-            if start and self.is_hard and self.population.stale >= _STUCK:
+            if start and self.is_hard and self.pool.stale >= _STUCK:
                 moves = self.random.choice(_STUCK_MOVES)
                 self.state.real[self.kernels.WEIGHT] = self.between(*_STUCK_PRICES)
             self.cool(start, top, moves * count, clock, is_over)
             if not start:
                 self.is_hard = math.isinf(self.state.real[self.kernels.BEST])
             self.take_in(incumbent)
-            if self.population.renewed(keep_best=self.is_hard):
+            if self.pool.renewed(keep_best=self.is_hard):
                 self.begun_seconds = clock.left()
             self.number += 1
             if incumbent.schedule is None and clock.left() > 0 and not is_over():
@@ -276,22 +271,18 @@ class _Rounds:
     def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:
         """Give the keys that a round starts from, and its first temperature.
 
-        Now and then that is a plan with one layer copied to others. Until there are many, or for a share of the time,
+        Until there are many, or for a share of the time,
         it starts from nothing, or mostly from the best where that is near the bound, or from nothing none is found:
         plans of another kind are then none to look for. After that two are crossed.
         """
-        population, warm = self.population, self.between(_WARM, _WARMER)
-        if population.members and self.number and self.random.random() < _COPIED:
-            copy = population.copied(self.repeats, len(self.state.count), self.reruns.slots)
-            if copy is not None:
-                return copy, warm
+        pool, warm = self.pool, self.between(_WARM, _WARMER)
         early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
-        if len(population.members) < 2 or (early and len(population.members) < MANY):
+        if len(pool.members) < 2 or (early and len(pool.members) < MANY):
             is_near = incumbent.is_closed(self.far_seconds) or not early or self.is_hard
-            if population.members and is_near and (self.number + 1) % _FROM_NOTHING:
-                return population.best.keys, _WARM if self.number == 0 else warm
+            if pool.members and is_near and (self.number + 1) % _FROM_NOTHING:
+                return pool.best.keys, _WARM if self.number == 0 else warm
             return (), _HOT
-        return population.crossed(), warm
+        return pool.crossed(), warm
 
     def between(self, least: float, most: float) -> float:
         """Draw a number of any order of magnitude."""
@@ -312,19 +303,19 @@ class _Rounds:
 
     def adopt(self, incumbent: Incumbent) -> None:
         """Take in a plan of others that is better than all that were known."""
-        known_seconds = self.population.least * self.reruns.unit_seconds
+        known_seconds = self.pool.least * self.reruns.unit_seconds
         if incumbent.schedule is not None and incumbent.added_seconds < known_seconds * (1 - 1e-9):
             if not self.reruns.can_be(incumbent.schedule, self.problem.budget_bytes):
                 self.widen(incumbent.schedule)
             keys = tuple(self.reruns.keys_of(incumbent.schedule))
-            self.population.enter(Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
+            self.pool.enter(Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
 
     def widen(self, schedule: Schedule) -> None:
         """Make room for a schedule."""
         narrow = self.reruns
         self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=narrow.slots, room_for=schedule)
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
-        self.population.rewrite(lambda keys: self.reruns.keys_of(narrow.schedule(keys)))
+        self.pool.rewrite(lambda keys: self.reruns.keys_of(narrow.schedule(keys)))
 
     def take_in(self, incumbent: Incumbent) -> None:
         """Take in the best set of a round, if it found one, and offer it.
@@ -334,7 +325,7 @@ class _Rounds:
         cost = float(self.state.real[self.kernels.BEST])
         seconds = cost * self.reruns.unit_seconds
         found = math.isfinite(cost)
-        self.population.enter(Member(cost, tuple(sorted(map(int, self.reruns.best())))) if found else None)
+        self.pool.enter(Member(cost, tuple(sorted(map(int, self.reruns.best())))) if found else None)
         if seconds >= incumbent.added_seconds * (1 - 1e-9):
             return
         schedule = self.reruns.schedule(self.reruns.best())

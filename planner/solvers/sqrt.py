@@ -1,4 +1,4 @@
-"""Square-root segmentation: keep the boundaries between segments of the forward, recompute the rest.
+"""Square-root segmentation: save the boundaries between segments of the forward, recompute the rest.
 
 The answer that fits on a blackboard, as a quick plan and as a baseline.
 """

@@ -1,4 +1,4 @@
-"""Annealing on the set of reruns, with exact bytes after every change: the compiled half of ``search``.
+"""Simulated annealing on the recompute set, with exact live bytes after every move: the compiled kernels of ``search``.
 
 A plan is a set of pairs *(slot, operation)*. The first run of operation ``o`` is in slot ``P * o + P - 1``;
 what runs again right before it is in that slot, or in one of the ``P - 1`` before. Runs of one slot go in base order,

@@ -1,4 +1,4 @@
-"""How a solve stands: the best plan and the best bound, whoever found them, safe between threads."""
+"""The incumbent of a solve: the best plan and the best proven bound, whoever found them, safe between threads."""
 
 from __future__ import annotations
 
@@ -91,9 +91,7 @@ class Incumbent:
         if max(abs(old - new) for old, new in zip(self._told, now, strict=True)) < _WORTH_TELLING:
             return
         self._told = now
-        self._progress(
-            f"best {now[0]:.2%} ({self.solver}), bound {now[1]:.2%}, gap {100 * max(0.0, now[0] - now[1]):.2f} points"
-        )
+        self._progress(f"best plan adds {now[0]:.2%} to the step (by {self.solver}), any plan at least {now[1]:.2%}")
 
     @staticmethod
     def _elapsed(clock: Clock) -> float:

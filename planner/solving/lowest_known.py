@@ -1,4 +1,4 @@
-"""The plan of the lowest peak that was ever found for a step: what was once said to be feasible stays feasible.
+"""The plan of the lowest peak found so far for a step: a budget that was once called feasible stays feasible.
 
 A solver stops when its time is over, so one run can miss what another found. Kept beside the solutions, on disk; and
 for as long as the process lives, since there may be no cache.

@@ -1,6 +1,6 @@
-"""Mixed-integer programmes: HiGHS by its own interface or, where that is missing, CBC through PuLP.
+"""Mixed-integer programmes and their relaxations: HiGHS or, where highspy is missing, CBC through PuLP.
 
-The only module that knows either.
+The only module that knows either library.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from planner.errors import SolverUnavailableError
-from planner.ir.problem import Progress
 from planner.solving.step_cut import Model, Row
 
 _TOLERANCE = 1e-6
 """By so much, relatively, the objective of a relaxation may be wrong."""
 
 
-Ranges = dict[int, tuple[float, float]]
-"""What columns, or sums of rows, are at least and at most."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back from a library: the columns, if any, and a proven bound on the objective."""
+    """The solution of a programme, if one was found, and a proven bound on the objective."""
 
     columns: list[float] | None
     bound: float
@@ -35,119 +30,70 @@ class Answer:
     turns: int = 0
 
 
-def _highs() -> Any:
-    """Return HiGHS; None if it is not installed."""
-    try:
-        return import_module("highspy")  # it has no types
-    except ImportError:
-        return None
+def minimise(
+    model: Model,
+    *,
+    seconds: float | None = None,
+    turns: int | None = None,
+    gap: float = 0.0,
+    relax: bool = False,
+) -> Answer:
+    """Solve a model, or its LP relaxation, whose columns need not be whole.
 
-
-def _pulp() -> Any:
-    """Import PuLP, in a thread of its own; None if it is not installed.
-
-    It keeps what importing an absent solver raised, and that keeps every frame that waits for the
-    import, with all that is in them: a model, its inputs. A new thread has no such frames.
+    A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC: after
+    so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
     """
+    if not model.rows:
+        return Answer([0.0] * len(model.cost), 0.0)
+    if relax or not any(model.integer):
+        return relaxed(model).solve(seconds)
+    highspy, asked = _highspy(), 0
+    if highspy is None:
+        return _PulpProgramme(model, relax=False).solve(seconds, turns)
 
-    def load() -> Any:
-        import pulp
+    def count(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if turns is not None and asked > turns:
+            answer.user_interrupt = True
 
-        return pulp
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        try:
-            return thread.submit(load).result()
-        except ImportError:
-            return None
-
-
-class Library:
-    """HiGHS or CBC."""
-
-    def __init__(self, tell: Progress) -> None:
-        self.highspy = _highs()
-        self.pulp: Any = None
-        if self.highspy is None:
-            self.pulp = _pulp()
-            if self.pulp is None or not self.pulp.PULP_CBC_CMD().available():
-                raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
-            tell("ilp: highspy is not installed, falling back on CBC, which is slower")
-
-    @property
-    def has_highs(self) -> bool:
-        """Whether it is HiGHS."""
-        return self.highspy is not None
-
-    def minimise(
-        self,
-        model: Model,
-        *,
-        seconds: float | None = None,
-        turns: int | None = None,
-        gap: float = 0.0,
-        relax: bool = False,
-    ) -> Answer:
-        """Solve a model, or its LP relaxation, whose columns need not be whole.
-
-        A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC:
-        after so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
-        """
-        if not model.rows:
-            return Answer([0.0] * len(model.cost), 0.0)
-        if relax or not any(model.integer):
-            return self.relaxation(model).solve(seconds)
-        if self.has_highs:
-            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap)
-        return _by_cbc(self.pulp, model, seconds=seconds, turns=turns, relax=False)
-
-    def relaxation(self, model: Model) -> Relaxation:
-        """Return the LP relaxation of a model, to whose rows others may be added."""
-        return _HighsRelaxation(self.highspy, model) if self.has_highs else _CbcRelaxation(self.pulp, model)
+    highs = _silent(highspy)
+    options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
+    for name, value in options.items():
+        if value is not None:
+            highs.setOptionValue(name, value)
+    if turns is not None:
+        highs.setCallback(count, None)
+        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+    highs.passModel(_matrix(highspy, model, relax=False))
+    highs.run()
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if _is_infeasible(highspy, status):
+        return Answer(None, 0.0, infeasible=True, turns=asked)
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    columns, bound = _columns(highs) if found else None, info.mip_dual_bound
+    if status == highspy.HighsModelStatus.kOptimal and columns is not None:
+        bound = exact_optimum(model, columns, bound)
+    return Answer(columns, max(bound, 0.0), turns=asked)
 
 
-class Relaxation(Protocol):
-    """An LP relaxation that can be solved again when its model has more rows."""
-
-    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
-        """Solve it; after so many seconds or turns without an optimum there are no columns, and the bound is a guess.
-
-        Turns are the steps that it takes.
-        """
-        ...
-
-    def prices(self) -> list[float]:
-        """Return, for each row at the last optimum, by how much the objective rises with what the row is at least."""
-        ...
-
-    def basis(self) -> Any:
-        """Return where it has come to."""
-        ...
-
-    def go_on_from(self, basis: Any) -> None:
-        """Go on from where it was; its model must have no more rows than then."""
-        ...
-
-    def limit_column(self, column: int, low: float, high: float) -> None:
-        """Narrow what a column may be, or widen it again."""
-        ...
-
-    def limit_row(self, row: int, low: float, high: float) -> None:
-        """Narrow what the sum of a row of the model may be, or widen it again."""
-        ...
+def relaxed(model: Model) -> Relaxation:
+    """Return the LP relaxation of a model."""
+    return Relaxation(model) if _highspy() is not None else _PulpProgramme(model, relax=True)
 
 
-class _HighsRelaxation:
-    """Goes on from the last optimum."""
+class Relaxation:
+    """The LP relaxation of a model, to whose rows others may be added; each solve goes on from the last optimum."""
 
-    def __init__(self, highspy: Any, model: Model) -> None:
-        self.highspy, self.model = highspy, model
-        self.highs = _silent(highspy)
+    def __init__(self, model: Model) -> None:
+        self.highspy, self.model = _highspy(), model
+        self.highs = _silent(self.highspy)
         self.highs.setOptionValue("threads", 1)
-        self.highs.passModel(_matrix(highspy, model, relax=True))
+        self.highs.passModel(_matrix(self.highspy, model, relax=True))
         self.num_rows = len(model.rows)
 
     def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
+        """Solve it; after so many seconds or simplex steps without an optimum there are no columns, and no bound."""
         highs = self.highs
         self._add_new_rows()
         highs.setOptionValue("simplex_iteration_limit", self.highspy.kHighsIInf if turns is None else turns)
@@ -164,18 +110,23 @@ class _HighsRelaxation:
         return Answer(_columns(highs), bound, turns=steps)
 
     def basis(self) -> Any:
+        """Return the simplex basis that it has come to."""
         return self.highs.getBasis()
 
-    def go_on_from(self, basis: Any) -> None:
+    def restart_from(self, basis: Any) -> None:
+        """Restart from an earlier basis; the model must have no more rows than then."""
         self.highs.setBasis(basis)
 
     def prices(self) -> list[float]:
+        """Return, for each row at the last optimum, by how much the objective rises with what the row is at least."""
         return list(self.highs.getSolution().row_dual)
 
     def limit_column(self, column: int, low: float, high: float) -> None:
+        """Narrow what a column may be, or widen it again."""
         self.highs.changeColBounds(column, low, high)
 
     def limit_row(self, row: int, low: float, high: float) -> None:
+        """Narrow what the sum of a row of the model may be, or widen it again."""
         self._add_new_rows()
         self.highs.changeRowBounds(row, low, high)
 
@@ -189,25 +140,58 @@ class _HighsRelaxation:
         self.highs.addRows(len(rows), least, highest, len(columns), starts[:-1], columns, weights)
 
 
-class _CbcRelaxation:
-    """Begins anew each time."""
+def exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
+    """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
+    exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
+    return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
 
-    def __init__(self, pulp: Any, model: Model) -> None:
-        self.pulp, self.model = pulp, model
-        self.columns: Ranges = {}
-        self.rows: Ranges = {}
+
+def may_beat(bound: float, cutoff: float) -> bool:
+    """Say whether what costs no less than a bound may cost less than the cutoff, by more than rounding."""
+    return bound + 2 * _TOLERANCE * max(1.0, bound) < cutoff
+
+
+class _PulpProgramme(Relaxation):
+    """A model, or its relaxation, that CBC solves from the start each time."""
+
+    def __init__(self, model: Model, *, relax: bool) -> None:
+        self.pulp, self.model, self.relax = _pulp(), model, relax
+        self.columns: dict[int, tuple[float, float]] = {}
+        self.rows: dict[int, tuple[float, float]] = {}
         self.last_prices: list[float] = []
 
     def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
-        programme, columns = _programme(self.pulp, self.model, relax=True, columns=self.columns, rows=self.rows)
-        answer = _run_cbc(self.pulp, self.model, programme, columns, seconds=seconds, turns=None, relax=True)
-        self.last_prices = [row.pi or 0.0 for row in programme.constraints.values()][: len(self.model.rows)]
-        return answer
+        pulp, model = self.pulp, self.model
+        programme = pulp.LpProblem("model", pulp.LpMinimize)
+        kinds = [pulp.LpInteger if whole and not self.relax else pulp.LpContinuous for whole in model.integer]
+        found = [pulp.LpVariable(f"x{c}", *self.columns.get(c, (0, 1)), kind) for c, kind in enumerate(kinds)]
+        programme += pulp.LpAffineExpression([(found[c], cost) for c, cost in enumerate(model.cost) if cost])
+        sums = [pulp.LpAffineExpression([(found[c], weight) for c, weight in terms]) for terms, _ in model.rows]
+        for row, (_, least) in enumerate(model.rows):
+            programme += sums[row] >= self.rows.get(row, (least, None))[0]
+        for row, (_, high) in self.rows.items():
+            if math.isfinite(high):
+                programme += sums[row] <= high
+        nodes = None if self.relax else turns
+        programme.solve(pulp.PULP_CBC_CMD(mip=not self.relax, msg=False, timeLimit=seconds, maxNodes=nodes))
+        self.last_prices = [row.pi or 0.0 for row in programme.constraints.values()][: len(model.rows)]
+        if programme.status == pulp.LpStatusInfeasible:
+            return Answer(None, 0.0, infeasible=True)
+        # With a limit CBC reports Optimal for what is only an incumbent; sol_status alone tells them apart.
+        is_optimal = programme.sol_status == pulp.LpSolutionOptimal
+        if not (is_optimal or (programme.sol_status == pulp.LpSolutionIntegerFeasible and not self.relax)):
+            return Answer(None, 0.0)
+        values = [column.varValue or 0.0 for column in found]
+        if self.relax:
+            return Answer(values, max((pulp.value(programme.objective) or 0.0) * (1 - _TOLERANCE), 0.0))
+        if is_optimal:
+            return Answer(values, sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5))
+        return Answer(values, _PulpProgramme(model, relax=True).solve(seconds).bound)  # CBC keeps its dual bound
 
     def basis(self) -> Any:
         return None
 
-    def go_on_from(self, basis: Any) -> None:
+    def restart_from(self, basis: Any) -> None:
         pass
 
     def prices(self) -> list[float]:
@@ -220,27 +204,28 @@ class _CbcRelaxation:
         self.rows[row] = low, high
 
 
-def _by_highs(highspy: Any, model: Model, *, seconds: float | None, turns: int | None, gap: float) -> Answer:
-    counter = _Counter(turns)
-    options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
-    highs = _silent(highspy)
-    for name, value in options.items():
-        if value is not None:
-            highs.setOptionValue(name, value)
-    if turns is not None:
-        highs.setCallback(counter.asked, None)
-        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
-    highs.passModel(_matrix(highspy, model, relax=False))
-    highs.run()
-    status, info = highs.getModelStatus(), highs.getInfo()
-    if _is_infeasible(highspy, status):
-        return Answer(None, 0.0, infeasible=True, turns=counter.turns)
-    optimal = status == highspy.HighsModelStatus.kOptimal
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    columns, bound = _columns(highs) if found else None, info.mip_dual_bound
-    if optimal and columns is not None:
-        bound = met(model, columns, bound)
-    return Answer(columns, max(bound, 0.0), turns=counter.turns)
+def _highspy() -> Any:
+    """Return HiGHS; None if it is not installed."""
+    try:
+        return import_module("highspy")  # it has no types
+    except ImportError:
+        return None
+
+
+def _pulp() -> Any:
+    """Import PuLP in a thread of its own, or raise SolverUnavailableError.
+
+    PuLP keeps the exceptions of solvers that are not installed, and with them every frame below the import: a model,
+    its inputs. A new thread has no such frames.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            pulp = thread.submit(import_module, "pulp").result()
+        except ImportError:
+            pulp = None
+    if pulp is None or not pulp.PULP_CBC_CMD().available():
+        raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
+    return pulp
 
 
 def _is_infeasible(highspy: Any, status: Any) -> bool:
@@ -252,19 +237,8 @@ def _columns(highs: Any) -> list[float]:
     return list(highs.getSolution().col_value)
 
 
-def met(model: Model, columns: Sequence[float], bound: float) -> float:
-    """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
-    exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
-    return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
-
-
-def may_beat(bound: float, cutoff: float) -> bool:
-    """Say whether what costs no less than a bound may cost less than the cutoff, by more than rounding."""
-    return bound + 2 * _TOLERANCE * max(1.0, bound) < cutoff
-
-
 def _silent(highspy: Any) -> Any:
-    """Return a HiGHS that says nothing: from 1.16 on it prints its name on stdout as soon as it is made."""
+    """Return a HiGHS that prints nothing: from 1.16 on it prints its name on stdout as soon as it is made."""
 
     class Silent(highspy.Highs):  # type: ignore[misc]
         def enableCallbacks(self) -> None:  # called by its constructor; this prints
@@ -305,65 +279,3 @@ def _compressed(rows: Sequence[Row]) -> tuple[Any, Any, Any, Any]:
         np.array([weight for _, weight in terms], np.double),
         np.array([least for _, least in rows], np.double),
     )
-
-
-class _Counter:
-    """Counts how often HiGHS asks whether to stop, and stops it after so many times."""
-
-    def __init__(self, most: int | None) -> None:
-        self.most = most
-        self.turns = 0
-
-    def asked(self, kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
-        """Be called back by HiGHS."""
-        self.turns += 1
-        if self.most is not None and self.turns > self.most:
-            answer.user_interrupt = True
-
-
-def _by_cbc(pulp: Any, model: Model, *, seconds: float | None, turns: int | None, relax: bool) -> Answer:
-    programme, columns = _programme(pulp, model, relax=relax, columns={}, rows={})
-    return _run_cbc(pulp, model, programme, columns, seconds=seconds, turns=turns, relax=relax)
-
-
-def _programme(pulp: Any, model: Model, *, relax: bool, columns: Ranges, rows: Ranges) -> tuple[Any, list[Any]]:
-    """Lay a model out as PuLP takes it, the rows that are limited to both sides twice."""
-    programme = pulp.LpProblem("stepcut", pulp.LpMinimize)
-    found = [
-        pulp.LpVariable(f"x{c}", *columns.get(c, (0, 1)), pulp.LpInteger if whole and not relax else pulp.LpContinuous)
-        for c, whole in enumerate(model.integer)
-    ]
-    programme += pulp.LpAffineExpression([(found[c], cost) for c, cost in enumerate(model.cost) if cost])
-    sums = [pulp.LpAffineExpression([(found[c], weight) for c, weight in terms]) for terms, _ in model.rows]
-    for row, (_, least) in enumerate(model.rows):
-        programme += sums[row] >= rows.get(row, (least, None))[0]
-    for row, (_, high) in rows.items():
-        if math.isfinite(high):
-            programme += sums[row] <= high
-    return programme, found
-
-
-def _run_cbc(
-    pulp: Any,
-    model: Model,
-    programme: Any,
-    columns: list[Any],
-    *,
-    seconds: float | None,
-    turns: int | None,
-    relax: bool,
-) -> Answer:
-    programme.solve(pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=turns))
-    if programme.status == pulp.LpStatusInfeasible:
-        return Answer(None, 0.0, infeasible=True)
-    optimal = programme.sol_status == pulp.LpSolutionOptimal
-    found = optimal or (programme.sol_status == pulp.LpSolutionIntegerFeasible and not relax)
-    values = [column.varValue or 0.0 for column in columns] if found and programme.variables() else None
-    bound = 0.0
-    if relax:  # what a relaxation that was stopped has come to bounds nothing
-        bound = (pulp.value(programme.objective) or 0.0) * (1 - _TOLERANCE) if optimal else 0.0
-    elif optimal and values is not None:
-        bound = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
-    else:  # CBC keeps its dual bound to itself
-        bound = _by_cbc(pulp, model, seconds=seconds, turns=None, relax=True).bound
-    return Answer(values, max(bound, 0.0))

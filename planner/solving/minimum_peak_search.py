@@ -1,4 +1,4 @@
-"""The plan of the lowest peak, whatever it costs: annealing under a budget that is lowered each time that it is kept.
+"""Search for the plan of the lowest peak: annealing under a budget that is lowered each time that it is kept.
 
 Some come down at once, others are stuck on the way: so several begin, and one goes on from the best. Then what waits
 over the highest moment is made again: see :mod:`planner.solving.peak_repair`. It proves nothing;
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving.peak_repair import mended
+from planner.solving.peak_repair import with_lower_peak
 from planner.solving.rerun_set import SLOTS, RerunSet
 
 _STEP = 2e-3
@@ -55,7 +55,7 @@ _ANNEALING_SHARE = 0.5
 """Share of what is left of the time that annealing has before mending, where all end alike."""
 
 
-def descended(
+def lowest_plan(
     problem: Problem, schedule: Schedule, limits: SolveLimits, is_over: Callable[[], bool] = lambda: False
 ) -> Schedule:
     """Return the schedule of the lowest peak that is found from a given one, down to the budget of the problem.
@@ -70,7 +70,7 @@ def descended(
         if lowest_bytes <= least_bytes or clock.left() <= 0 or is_over():
             break
         for found in _raced(problem, schedule, start, clock, is_over):
-            found = mended(problem, found, clock, least_bytes, is_over)
+            found = with_lower_peak(problem, found, clock, least_bytes, is_over)
             if problem.evaluate(found).peak_bytes < lowest_bytes:
                 lowest, lowest_bytes = found, problem.evaluate(found).peak_bytes
             if lowest_bytes <= least_bytes:

@@ -1,4 +1,4 @@
-"""A lower bound on what any plan with offload adds to the step, from one moment of it.
+"""A lower bound on the time that any plan with offload adds to the step, from one cut.
 
 Take the first run of one operation, the *cut*. Whatever a plan does, of each value that is read after
 the cut one of these is true: it is *held* on the device at the cut; or it is made *again* after it; or

@@ -1,4 +1,4 @@
-"""Offloading as if it were recompute that costs next to nothing, so that solvers of recompute can plan it.
+"""Offload reduced to recompute: fetching a value poses as recomputing it at next to no cost.
 
 A value that may be offloaded is taken as made by an operation of its own, right after the one that
 really makes it, which reads nothing that takes memory: making it again stands for fetching it. What

@@ -1,4 +1,4 @@
-"""Other orders in which a step may take less memory, made by quick rules; whether one does, plans in it say.
+"""Other orders of the operations in which a step may need less memory, made by quick rules.
 
 A step is captured in the order in which its program was written, and its backward goes the same way back. That is
 seldom far off. But where a program takes several branches a layer at a time, or keeps all features for heads that come

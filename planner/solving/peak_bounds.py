@@ -1,4 +1,4 @@
-"""The smallest peak: what no plan goes below, and what a plan was found for."""
+"""Bounds on the smallest peak: what no plan goes below, and the lowest that a plan was found for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving.offload_reduction import OffloadReduction
-from planner.solving.peak_proof import proven_by_births
+from planner.solving.peak_proof import proven_by_last_births
 from planner.solving.repair import lower_peak
 from planner.solving.segmentations import segmentations
 
@@ -80,7 +80,7 @@ def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[i
 
     No lower than :func:`proven_floor`, and dearer; see :mod:`planner.solving.peak_proof`.
     """
-    return proven_by_births(graph, costs, first_run_bytes(graph, costs))
+    return proven_by_last_births(graph, costs, first_run_bytes(graph, costs))
 
 
 @recent

@@ -11,8 +11,6 @@ whatever a plan does for all of them it may do for some. So a set can stand for 
 
 - A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
 - Two of the values alone may need more than the peak so far; then so do all.
-- One of them may leave no room for making the others again: then what those are made of waited while it was made; see
-  :mod:`planner.solving.live_bytes_cut`.
 - What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
@@ -26,8 +24,7 @@ from enum import IntEnum
 from itertools import accumulate, combinations, islice
 
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.live_bytes_cut import Behind, behind, least_cut
-from planner.solving.recompute_search import Making, members, set_of
+from planner.solving.recompute_search import RecomputeSearch, members, set_of
 
 _FOLLOWED, _PLAIN_LOOKS = 12, 1500
 """Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first
@@ -39,9 +36,6 @@ first and where that did not do: always the same work. A look takes about twenty
 
 _LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
 """Between two sets of ever fewer bytes on the way to one value; and to know what two need."""
-
-_VALUES_PER_LOOK = 30
-"""Values that are passed, when it is seen what depends on what, in the time of one look."""
 
 _REMEMBERED = 16
 """Ways to each value that are remembered, and as many that led nowhere."""
@@ -60,7 +54,7 @@ class _Care(IntEnum):
     NONE, VALUES, PAIRS = range(3)
 
 
-def proven_by_births(
+def proven_by_last_births(
     graph: TrainingGraph, costs: Sequence[OperationCost], first_run_bytes: Sequence[int]
 ) -> tuple[int, int]:
     """Return a lower bound on the peak of any plan and the operation that binds; O(operations + reads) and some work.
@@ -128,9 +122,9 @@ class Births:
         self.irreplaceable.sort(key=self.producer.__getitem__)
         self.beside_bytes = [0 if value.retained else value.size_bytes for value in graph.values]
         """What each value takes beside those that are retained, and those that stand."""
-        making = Making(graph, costs)
-        self.rooms = making.rooms
-        self.can_help = making.can_help
+        search = RecomputeSearch(graph, costs)
+        self.rooms = search.rooms
+        self.can_help = search.can_help
         irreplaceable = set_of(self.irreplaceable)
         self.needed = [frozenset(members(helps & irreplaceable)) for helps in self.can_help]
         """What each operation must have that no plan makes again."""
@@ -163,12 +157,6 @@ class Births:
         """For a value, what was met in vain on the ways to it, which of that was held, and in how many bytes."""
         self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
         """What two values need at least, and the peak at which that was asked."""
-        self.cuts: dict[Live, tuple[int, int]] = {}
-        """Likewise what sets need for what waits."""
-        self.left: dict[tuple[int, int], Behind] = {}
-        """For a value and bytes, what finds no room in them beside it."""
-        self.touched_bytes: list[int] = []
-        """What each operation needs beside what is retained and what stands, once that is asked."""
 
     def plain_peak(self, first_run_bytes: int, looks: int) -> int:
         """Return the least that is there at most before an operation, and no less than given, if so many looks do."""
@@ -206,7 +194,7 @@ class Births:
             if self.looks <= last:
                 return peak
             self.looks -= 1
-            if care is _Care.PAIRS and (needed := self._by_cuts(live, peak) or self._by_pairs(live, peak)) > peak:
+            if care is _Care.PAIRS and (needed := self._by_pairs(live, peak)) > peak:
                 seen[live] = needed
                 number += 1
                 heapq.heappush(queue, (needed, len(live), number, live))
@@ -241,51 +229,6 @@ class Births:
     def _standing_bytes(self, ran: int) -> int:
         """Return what stands once an operation has run."""
         return self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
-
-    def _by_cuts(self, live: Live, peak_bytes: int) -> int:
-        """Return what these values need for what waits while one of them is made, if that is above a peak; else 0."""
-        needed, asked = self.cuts.get(live, (0, -1))
-        if needed <= peak_bytes and asked < peak_bytes:
-            needed = max((self._beside(value, live, peak_bytes) for value in sorted(live)), default=0)
-            self.cuts[live] = needed, peak_bytes
-        return needed if needed > peak_bytes else 0
-
-    def _beside(self, value: int, live: Live, peak_bytes: int) -> int:
-        """Return what is there in the last run that makes a value, if that is above a peak; else the peak."""
-        maker = self.producer[value]
-        others = live - self.touched[maker]
-        standing_bytes = self._standing_bytes(maker)
-        first_bytes = standing_bytes + self._with(value, maker)
-        if first_bytes + sum(map(self.beside_bytes.__getitem__, others)) <= peak_bytes:
-            return peak_bytes
-        while True:
-            left = self._left(value, peak_bytes - standing_bytes)
-            waiting_bytes, work = least_cut(self.graph, self.beside_bytes, self.touched[maker], others, left)
-            self.looks -= 1 + work
-            if first_bytes + waiting_bytes <= peak_bytes or self.looks <= 0:
-                return peak_bytes
-            # From that on there may be a way, or once one more operation finds room.
-            rooms = (standing_bytes + self._with(value, operation) for operation in left.operations)
-            peak_bytes = min(first_bytes + waiting_bytes, *rooms)
-
-    def _left(self, value: int, room_bytes: int) -> Behind:
-        """Return what cannot run any more once a value is made that stays, in so many bytes."""
-        if (value, room_bytes) not in self.left:
-            self.looks -= 1 + len(self.inputs) // _VALUES_PER_LOOK
-            count = len(self.inputs)
-            self.left[value, room_bytes] = behind(
-                self.graph, {index for index in range(count) if self._with(value, index) > room_bytes}
-            )
-        return self.left[value, room_bytes]
-
-    def _with(self, value: int, operation: int) -> int:
-        """Return what an operation needs while a value is there."""
-        if not self.touched_bytes:
-            self.touched_bytes = [
-                sum(map(self.beside_bytes.__getitem__, touched)) + cost.workspace_bytes
-                for touched, cost in zip(self.touched, self.costs, strict=True)
-            ]
-        return self.touched_bytes[operation] + (0 if value in self.touched[operation] else self.beside_bytes[value])
 
     def _by_pairs(self, live: Live, peak_bytes: int) -> int:
         """Return what two of these values need, if that is above a peak; else the peak."""

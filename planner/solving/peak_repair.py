@@ -1,4 +1,4 @@
-"""A lower peak by making again what waits over the highest moment: where that takes more than moves at random try.
+"""Lower the peak by recomputing values that are live across it.
 
 The gradient that waits while the largest operation of a layer runs can be made again after it, by a pass of its own
 through much of the step. Annealing changes a few runs at a time, and does not come by that.
@@ -13,7 +13,7 @@ from planner.common.limits import Clock
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Copy, lifetimes
-from planner.solving.recompute_search import Making
+from planner.solving.recompute_search import RecomputeSearch
 
 _STEPS = (1e-2, 3e-3, 1e-3)
 """By so much of itself the peak is to become lower at once; the next where that did not do."""
@@ -29,34 +29,34 @@ _SECONDS_PER_LOOK, _SECONDS_PER_RUN = 2e-5, 3e-6
 """About what it takes to look at one set of values, and to simulate one run."""
 
 
-def mended(
+def with_lower_peak(
     problem: Problem, schedule: Schedule, clock: Clock, least_bytes: int, is_over: Callable[[], bool] = lambda: False
 ) -> Schedule:
     """Return a schedule of a lower peak, if one is found, down to some bytes."""
     peak_bytes = problem.evaluate(schedule).peak_bytes
     if peak_bytes <= least_bytes or clock.left() <= 0 or is_over():
         return schedule
-    mending = _Mending(problem, clock, is_over)
+    repair = _PeakRepair(problem, clock, is_over)
     for level, share in product(range(len(_LEVELS)), _STEPS):
         while peak_bytes > least_bytes:
-            lower = mending.lowered(schedule, max(least_bytes, peak_bytes - 1 - int(share * peak_bytes)), level)
+            lower = repair.lowered(schedule, max(least_bytes, peak_bytes - 1 - int(share * peak_bytes)), level)
             if lower is None:
                 break
             schedule, peak_bytes = lower, problem.evaluate(lower).peak_bytes
     return schedule
 
 
-class _Mending:
+class _PeakRepair:
     def __init__(self, problem: Problem, clock: Clock, is_over: Callable[[], bool]) -> None:
         self.problem, self.clock, self.is_over = problem, clock, is_over
-        self.making = Making(problem.graph, problem.costs)
+        self.search = RecomputeSearch(problem.graph, problem.costs)
         self.beside = self.counted = 0
         self._count()
 
     def lowered(self, schedule: Schedule, allowed_bytes: int, level: int) -> Schedule | None:
         """Return a schedule within some bytes, by one change after the other; None if none was found in time."""
-        self.making.known.clear()
-        self.making.looks_for_a_value, self.beside = _LEVELS[level]
+        self.search.known.clear()
+        self.search.looks_for_a_value, self.beside = _LEVELS[level]
         order = schedule.order
         excess = self._excess(order, allowed_bytes)
         while excess:
@@ -77,7 +77,7 @@ class _Mending:
 
     def _better(self, order: tuple[int, ...], allowed_bytes: int) -> tuple[int, int, tuple[int, ...]] | None:
         """Make one value again that waits over the highest moment; of those tried, where least is above."""
-        sizes = self.making.sizes
+        sizes = self.search.sizes
         highest = self.problem.evaluate(Schedule(order)).peak_position
         copies = self._copies(order)
         waiting = [copy for copy in copies if copy.born < highest < copy.died and self._may_go(copy, order[highest])]
@@ -103,7 +103,7 @@ class _Mending:
         reads = self.problem.graph.operations[order[position]].inputs
         beside = {copy.value for copy in copies if copy.born < position < copy.died}
         beside = {u for u in beside if u != value and u not in reads and self._can_be_made(u)}
-        for other in sorted(beside, key=lambda u: (-self.making.sizes[u], u))[: self.beside]:
+        for other in sorted(beside, key=lambda u: (-self.search.sizes[u], u))[: self.beside]:
             changed = self._with(order, copies, value, position, allowed_bytes, other)
             if changed is None:
                 continue
@@ -122,7 +122,7 @@ class _Mending:
                 if self.problem.graph.values[copy.value].retained:
                     room_bytes -= self.problem.graph.values[copy.value].size_bytes
                 held |= 1 << copy.value
-        runs = self.making.runs(value, held, len(set(order[:position])), room_bytes)
+        runs = self.search.runs(value, held, len(set(order[:position])), room_bytes)
         self._count()
         return None if runs is None else (*order[:position], *runs, *order[position:])
 
@@ -135,8 +135,8 @@ class _Mending:
 
     def _can_be_made(self, value: int) -> bool:
         graph = self.problem.graph
-        return bool(self.making.counts >> value & 1) and graph.operations[graph.producer[value]].recomputable
+        return bool(self.search.counts >> value & 1) and graph.operations[graph.producer[value]].recomputable
 
     def _count(self) -> None:
-        self.clock.work(_SECONDS_PER_LOOK * (self.making.looks - self.counted))
-        self.counted = self.making.looks
+        self.clock.work(_SECONDS_PER_LOOK * (self.search.looks - self.counted))
+        self.counted = self.search.looks

@@ -1,17 +1,22 @@
-"""The problem that programmes are written for: the planning problem with fewer values, and the same plans.
+"""Reductions before a programme is written: fewer values, and the same cheapest plans.
 
-What one operation makes and the same others read is there at the same moments in every plan, so one value stands for
-all of it. And values of a few bytes, a batch norm's means in a network whose activations are images, make a
-programme much larger and move its optimum by nothing to speak of.
+Merged values: what one operation makes and the same operations read is live at the same moments in every plan, so one
+value stands for all of it. Small values: a batch norm's means, in a network whose activations are images, make a
+programme much larger and move its optimum by nothing to speak of; without them it still bounds every plan.
+
+Dominated values: a value that one operation alone reads, which reads nothing else that may be dropped, is worth no more
+than that operation's results. Where a plan holds the value, let it make the results at once and hold them: they take no
+more bytes, and nothing runs more often. So programmes need not ask at which cuts such values are held. Where the maker
+is for nothing else either, both are recomputed together, and one column stands for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
+from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem
-from planner.solving.dominated_values import may_go
 
 _SMALL_TOGETHER = 5e-4
 """Of the budget: what the values that are left out take, if all of them are there."""
@@ -25,7 +30,7 @@ def merged(problem: Problem) -> Problem:
     graph = problem.graph
     sizes = [value.size_bytes for value in graph.values]
     first: dict[tuple[int, tuple[int, ...]], int] = {}
-    for u in _that_may_go(problem):
+    for u in _droppable(problem):
         one = first.setdefault((graph.producer[u], graph.readers[u]), u)
         if one != u:
             sizes[one] += sizes[u]
@@ -40,7 +45,7 @@ def without_small(problem: Problem) -> Problem:
     """
     sizes = [value.size_bytes for value in problem.graph.values]
     left_bytes = _SMALL_TOGETHER * problem.budget_bytes
-    for u in sorted(_that_may_go(problem), key=sizes.__getitem__):
+    for u in sorted(_droppable(problem), key=sizes.__getitem__):
         left_bytes -= sizes[u]
         if left_bytes < 0:
             break
@@ -48,9 +53,9 @@ def without_small(problem: Problem) -> Problem:
     return _with_sizes(problem, sizes)
 
 
-def _that_may_go(problem: Problem) -> list[int]:
+def _droppable(problem: Problem) -> list[int]:
     graph = problem.graph
-    return [u for u in range(len(graph.values)) if may_go(graph, u)]
+    return [u for u in range(len(graph.values)) if can_be_dropped(graph, u)]
 
 
 def _with_sizes(problem: Problem, sizes: Sequence[int]) -> Problem:
@@ -59,3 +64,46 @@ def _with_sizes(problem: Problem, sizes: Sequence[int]) -> Problem:
         for value, size_bytes in zip(problem.graph.values, sizes, strict=True)
     )
     return replace(problem, graph=replace(problem.graph, values=tuple(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class DominatedValue:
+    """A value that is never held between the first run of its reader and the end of the step."""
+
+    value: int
+    maker: int
+    reader: int
+    results: tuple[int, ...]
+    """What is held in its place."""
+    together: bool
+    """Whether the maker runs again only with the reader."""
+
+
+def dominated_values(graph: TrainingGraph, apart: Collection[int] = ()) -> list[DominatedValue]:
+    """Return these values, by their makers, but for those of operations whose runs are moments themselves.
+
+    The results may then be made earlier than they were: other moments than first runs of the base order, and those at
+    which operations ``apart`` run again, may take more. O(operations + reads).
+    """
+    return [each for value in range(len(graph.values)) if (each := _dominated(graph, value, apart)) is not None]
+
+
+def _dominated(graph: TrainingGraph, value: int, apart: Collection[int]) -> DominatedValue | None:
+    operations, readers, maker = graph.operations, graph.readers[value], graph.producer[value]
+    if len(readers) != 1 or not can_be_dropped(graph, value):
+        return None
+    runs = operations[maker], operations[readers[0]]
+    if any(not run.recomputable or run.state_bytes for run in runs) or maker in apart or readers[0] in apart:
+        return None
+    if any(u != value and can_be_dropped(graph, u) for u in runs[1].inputs):
+        return None
+    results = [u for u in runs[1].outputs if can_be_dropped(graph, u)]
+    if sum(graph.values[u].size_bytes for u in results) > graph.values[value].size_bytes:
+        return None
+    together = all(u == value or not can_be_dropped(graph, u) for u in runs[0].outputs)
+    return DominatedValue(value, maker, readers[0], tuple(results), together)
+
+
+def can_be_dropped(graph: TrainingGraph, value: int) -> bool:
+    """Say whether a value takes bytes that a plan need not hold: it is read again, and does not stay anyway."""
+    return bool(graph.values[value].size_bytes and graph.readers[value]) and not graph.values[value].retained

@@ -1,4 +1,4 @@
-"""How to make a value again beside what waits: which operations run once more, and in which order.
+"""Find which operations to recompute, and in which order, to have a value again beside others that stay live.
 
 Go back from what is wanted. Of what is there at some moment one value was made last; before that run there was the
 rest, and what the run reads. So from set to set, until all of one is there already. A set stands for a larger one where
@@ -42,7 +42,7 @@ class _NoWay(Exception):
     """It was not found out how to make something."""
 
 
-class Making:
+class RecomputeSearch:
     """How the values of a step can be made again."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost]) -> None:
@@ -117,14 +117,14 @@ class Making:
                 core &= ~(1 << u)
         # At best what is held stays; or else as much as must, and the rest is made again afterwards.
         for stays in dict.fromkeys((held, core)):
-            making = _Runs(self, held, room_bytes)
+            runs = _Runs(self, held, room_bytes)
             try:
-                making.bring(stays | self.inputs[maker], stays)
-                making.run(maker, stays | self.inputs[maker])
-                making.bring(held | 1 << value, stays | 1 << value)
+                runs.bring(stays | self.inputs[maker], stays)
+                runs.run(maker, stays | self.inputs[maker])
+                runs.bring(held | 1 << value, stays | 1 << value)
             except _NoWay:
                 continue
-            return making.order
+            return runs.order
         return None
 
     def way(
@@ -222,8 +222,8 @@ class Making:
 class _Runs:
     """Runs that follow each other, and what is there after them."""
 
-    def __init__(self, making: Making, held: int, room_bytes: int) -> None:
-        self.making, self.held, self.room_bytes = making, held, room_bytes
+    def __init__(self, search: RecomputeSearch, held: int, room_bytes: int) -> None:
+        self.search, self.held, self.room_bytes = search, held, room_bytes
         self.order = list[int]()
         self.latest = 0
         """Of the operations that ran, in base order."""
@@ -232,41 +232,41 @@ class _Runs:
         """Make all of a set, beside what must stay; what else is held stays as long as there is room."""
         if not wanted & ~self.held:
             return
-        making = self.making
+        search = self.search
         for held in (self.held, stays):  # what is held shortens the way, and may stand in it
-            steps = making.way(wanted, held, stays, self.room_bytes, _LOOKS_FOR_A_SET)
+            steps = search.way(wanted, held, stays, self.room_bytes, _LOOKS_FOR_A_SET)
             if steps is not None:
                 break
         else:
             raise _NoWay
         for live, operation, made in steps:
             if made >= 0 and not self.held >> made & 1:
-                self.bring(live | making.inputs[operation], live)
-                self.run(operation, live | making.inputs[operation])
+                self.bring(live | search.inputs[operation], live)
+                self.run(operation, live | search.inputs[operation])
             elif made < 0:
                 self.run(operation, live)
 
     def run(self, operation: int, stays: int) -> None:
-        making = self.making
-        needed = stays | making.inputs[operation] | making.outputs[operation]
-        free_bytes = self.room_bytes - making.own_bytes[operation] - making.bytes_of(needed)
-        if free_bytes < 0 or len(self.order) >= _RUNS_AT_MOST * len(making.inputs):
+        search = self.search
+        needed = stays | search.inputs[operation] | search.outputs[operation]
+        free_bytes = self.room_bytes - search.own_bytes[operation] - search.bytes_of(needed)
+        if free_bytes < 0 or len(self.order) >= _RUNS_AT_MOST * len(search.inputs):
             raise _NoWay
-        others = [(self._next_read(u), -making.sizes[u], u) for u in members(self.held & ~needed)]
+        others = [(self._next_read(u), -search.sizes[u], u) for u in members(self.held & ~needed)]
         self.held &= needed
         for _, negative, u in sorted(others):
             if -negative <= free_bytes:
                 free_bytes += negative
                 self.held |= 1 << u
-        self.held |= making.outputs[operation]
+        self.held |= search.outputs[operation]
         self.order.append(operation)
         self.latest = max(self.latest, operation)
 
     def _next_read(self, value: int) -> int:
         """Return the next operation that reads a value, as far as the runs so far are those of a step."""
-        readers = self.making.graph.readers[value]
+        readers = self.search.graph.readers[value]
         place = bisect_left(readers, self.latest)
-        return readers[place] if place < len(readers) else len(self.making.inputs)
+        return readers[place] if place < len(readers) else len(self.search.inputs)
 
 
 def set_of(values: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Where a relaxed solution of a step-cut programme breaks the budget: the moments at which a cut tells it most.
+"""Live bytes of a relaxed solution between its cuts: where it breaks the budget most, the next cuts go.
 
 A relaxation holds shares of values and runs shares of operations again. It is carried out as a whole solution is, all
 as late as it may, a share at a time: what is there of each value at each first run follows, and so do bytes. They prove

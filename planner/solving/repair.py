@@ -1,4 +1,4 @@
-"""Local search on a schedule: drop what is idle at the peak, then take back what was not needed.
+"""Local search on a schedule: recompute what is idle at the peak until it fits, then drop needless recomputation.
 
 It proves nothing and always ends. Solvers use it to bring a good schedule that breaks the budget
 somewhere under it.

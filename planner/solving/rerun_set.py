@@ -1,4 +1,4 @@
-"""One problem laid out for the kernels of the annealing, and the set of reruns that they work on."""
+"""The recompute set of one problem, laid out as arrays for the annealing kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of the forward with kept boundaries, in about square-root many pieces (Chen et al. 2016)."""
+"""Segments of the forward with saved boundaries, about square-root many (Chen et al. 2016)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single decisions of a plan tried the other way, where runs wait for transfers: for small graphs.
+"""Local search for small graphs with offload: change single decisions of a plan where computing waits for transfers.
 
 The solvers of recompute, asked as if fetching were recompute, know nothing of waiting. So a plan of theirs may hold
 what is in the way of an early return, or run something again where it does not hide a transfer. Here each value is held

@@ -1,4 +1,4 @@
-"""Solutions that were found before, kept on disk, so that planning the same step again takes no search.
+"""Solutions cached on disk, so that planning the same step again takes no search.
 
 Only what a solver proposes is kept, under a digest of all that it was given: capturing needs the model's code, of
 which nobody can say cheaply whether it changed. What comes out of the cache is held against the simulator like any
@@ -37,7 +37,7 @@ _LARGEST_ENTRY_BYTES = 16 << 20
 _ROOMS = ("common", "ir", "findings", "solving", "solvers")
 """Solvers import nothing of the planner beyond these; the contract on rooms holds them to it."""
 
-_LIBRARIES = ("highspy", "numba", "pulp")
+_LIBRARIES = ("highspy", "numba")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

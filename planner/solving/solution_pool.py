@@ -1,7 +1,7 @@
-"""Sets of reruns that annealing came by: which are let in, and what is made of two of them, or of one.
+"""The pool of good recompute sets: which are let in, and how two are crossed.
 
 What runs again before one moment of the step, and how, hardly depends on what does long after it: so two are put
-together, the one until some moment, the other from there on, or one of many layers is copied to others. Where that
+together, the one until some moment, the other from there on. Where that
 brings nothing more for long, others are begun from nothing, and the best of both then meet.
 """
 
@@ -12,8 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import NamedTuple
-
-from planner.solving.repeats import Repeats
 
 MANY = 12
 """Members at most."""
@@ -36,7 +34,7 @@ class Member(NamedTuple):
     keys: tuple[int, ...]
 
 
-class Population:
+class SolutionPool:
     """Members, which are let in as long as they are among the cheapest, and those that were there before these."""
 
     def __init__(self, random: Random) -> None:
@@ -105,32 +103,6 @@ class Population:
         start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
         inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
         return [*one.keys[:start], *inner, *one.keys[end:]]
-
-    def copied(self, repeats: Repeats, count: int, slots: int) -> list[int] | None:
-        """Copy what one makes again in a repeated layer to some others of its stretch; None if there are none.
-
-        Keys are of so many operations, and so many slots of each.
-        """
-        member = self.random.choice([self.best, self.random.choice(self.members)])
-        places = [key // count // slots for key in member.keys]
-        inside = [stretch for place in places if (stretch := repeats.stretch_of(place))]
-        if not inside:
-            return None
-        stretch = self.random.choice(inside)
-        period, length = stretch.period, stretch.end - stretch.first
-        offset = self.random.randrange(min(period, length - 2 * period + 1))
-        layers = range(stretch.first + offset, stretch.end - period + 1, period)
-        source = self.random.choice(layers)
-        low, high = sorted(self.random.choices(layers, k=2))
-        pattern = [key for key, place in zip(member.keys, places, strict=True) if source <= place < source + period]
-        found = {key for key, place in zip(member.keys, places, strict=True) if not low <= place < high + period}
-        for layer in range(low, high + 1, period):
-            for key in pattern:
-                again = repeats.made_for(key % count, stretch, (layer - source) // period)
-                slot = key // count + slots * (layer - source)
-                if again is not None and again < slot // slots:
-                    found.add(slot * count + again)
-        return sorted(found)
 
 
 def _are_alike(one: Member, other: Member) -> bool:

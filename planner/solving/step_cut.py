@@ -1,4 +1,4 @@
-"""The step-cut integer programme: what is held at a few moments, what is run again between them.
+"""The step-cut integer programme: which values are held at a few cuts, which operations are recomputed between them.
 
 A *cut* is a moment of the step: the first run of an operation or, between two operations that
 follow each other in the base order, the first time that one of a few is run again. Whatever a
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solving.dominated_values import Passing, passing_values
+from planner.solving.presolve import DominatedValue, dominated_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Model:
     """Whether what has a random state runs again at any time after a cut."""
     rooms: list[Room] = field(default_factory=list)
     """Of the cuts at which not everything fits."""
-    passing: list[Passing] = field(default_factory=list)
+    dominated: list[DominatedValue] = field(default_factory=list)
     """Values that are never held at a cut after their reader's first run: their column is that of ``nothing``."""
     nothing: int = -1
 
@@ -124,7 +124,7 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model 
     need not be declared so: each of its columns is bounded from below by differences of whole ones.
     Rows between neighbouring cuts are those of Jain et al., "Checkmate: Breaking the Memory Wall
     with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages. The relaxation of several cuts
-    is weak without those that :mod:`planner.solving.path_rows` and :mod:`planner.solving.budget_rows` add.
+    is weak without those that :mod:`planner.solving.cutting_planes` and :mod:`planner.solving.cutting_planes` add.
     """
     builder = _Builder(problem, cuts, spare_bytes)
     if min(builder.room_bytes) < 0:
@@ -148,8 +148,8 @@ class _Builder:
         model.nothing = model.column()
         model.at_least(0.0, (model.nothing, -1.0))
         self.scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
-        model.passing = passing_values(graph, frozenset().union(*(cut.again for cut in cuts)))
-        self.runs_with = {each.maker: each.reader for each in model.passing if each.together}
+        model.dominated = dominated_values(graph, frozenset().union(*(cut.again for cut in cuts)))
+        self.runs_with = {each.maker: each.reader for each in model.dominated if each.together}
         operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
         for cut in cuts:
             again, holdable = needed_after(problem, cut.latest)
@@ -161,9 +161,9 @@ class _Builder:
                 fixed |= {u for u in (*step.inputs, *step.outputs) if not values[u].retained}
                 room -= problem.costs[cut.step].workspace_bytes
             self.room_bytes.append(room - sum(values[u].size_bytes for u in fixed))
-            passing = {each.value for each in model.passing if each.reader <= cut.latest}
+            dominated = {each.value for each in model.dominated if each.reader <= cut.latest}
             model.held.append(
-                {u: model.nothing if u in passing else model.column() for u in holdable if u not in fixed}
+                {u: model.nothing if u in dominated else model.column() for u in holdable if u not in fixed}
             )
             model.run_again.append(self.columns_of_runs(again))
             model.begins.append({o: model.column(integer=True) for o in again if o in cut.again})

@@ -1,4 +1,4 @@
-"""When offloaded values leave and return: with time to hide the transfers, where the budget leaves room."""
+"""When offloaded values leave and return: with time for transfers to hide behind computing, within the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies are given and what they are: a step, a name and a rule."""
+"""The step that a strategy is given, and what a strategy is: a name and a rule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.errors import UsageError
-from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.checkpoints import Region, Saved, region_of, schedule_of
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.layers import Layers, find_layers, forward_of_blocks
-from planner.ir.module_regions import Saved, region_of
 from planner.ir.schedule import Schedule
 
 
@@ -100,7 +99,7 @@ class StrategyStep:
         return Region(module="", hold=None, recompute=again, recompute_before=before, release_at=before)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """A rule by which an established system chooses what it recomputes."""
 

@@ -1,1 +1,1 @@
-"""Joint graph in, joint graph out: chunks, tensor parallelism, sums in place, rounding."""
+"""Rewrites of a joint graph: chunks, gradients added in place, rounding."""

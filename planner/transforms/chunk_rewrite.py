@@ -23,8 +23,7 @@ from planner.capture.joint import (
 from planner.capture.torch_internals import storage_id
 from planner.errors import UsageError
 from planner.transforms.chunk_region import ChunkRegion
-from planner.transforms.chunk_rules import MEANS, Form, Lead, lead_of, part_of_shape
-from planner.transforms.operators import SHAPE_ARGUMENT, shape_of
+from planner.transforms.chunk_rules import MEANS, SHAPE_ARGUMENT, Form, Lead, lead_of, part_of_shape, shape_of
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""How an operator passes rows that are independent of each other: one rule for each kind of operator.
+"""Rules for computing an operator on some rows of its inputs: one for each kind of operator.
 
 A number of rows is given, tokens or batch entries. A rule looks at shapes, and at what is known of a
 call's tensors, and says which of them hold the rows and what the call then gives for some of the rows
@@ -18,9 +18,31 @@ from torch import fx
 
 from planner.capture.joint import is_random, mutates, tensors_of
 from planner.capture.torch_internals import OpOverload
-from planner.transforms.operators import SOFTMAX_DIM, TRANSPOSITIONS, VIEWS, argument, dims_before, dims_of, shape_of
 
 aten = torch.ops.aten
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+SOFTMAX_DIM = {
+    aten._softmax.default: 1,
+    aten._safe_softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}
+"""Operators that mix one dimension, and the position of the argument that names it."""
+
+SHAPE_ARGUMENT = {
+    **dict.fromkeys(VIEWS, 1),
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.new_zeros.default: 1,
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+}
+"""Operators that are told the shape of their output, and at which position."""
 
 
 class Form(Enum):
@@ -296,3 +318,35 @@ RULES: dict[Any, Rule] = {
     aten.nll_loss_backward.default: _loss_backward,
     **dict.fromkeys((aten.full.default, aten.zeros.default, aten.new_zeros.default), _made),
 }
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    """Return the shape of a node's first tensor."""
+    return tensors_of(node)[0].shape
+
+
+def argument(node: fx.Node, position: int, default: Any = None) -> Any:
+    """Return a positional argument of a call."""
+    return node.args[position] if position < len(node.args) else default
+
+
+def dims_of(given: int | Sequence[int] | None, count: int) -> set[int]:
+    """Return the dimensions that an argument names, counted from the front: all where it names none.
+
+    >>> dims_of(-1, 3), dims_of([0, -1], 3), dims_of(None, 2)
+    ({2}, {0, 2}, {0, 1})
+    """
+    named = [given] if isinstance(given, int) else given or range(count)
+    return {dim % count for dim in named}
+
+
+def dims_before(node: fx.Node) -> list[int]:
+    """Return where each dimension of what a transposition or permutation gives was before."""
+    source, *named = node.args
+    order = list(range(len(shape_of(source))))  # type: ignore[arg-type]
+    if node.target is aten.permute.default:
+        return [order[dim] for dim in named[0]]  # type: ignore[union-attr, index]
+    first, second = named or (0, -1)
+    if order:
+        order[first], order[second] = order[second], order[first]  # type: ignore[index]
+    return order

@@ -88,15 +88,12 @@ def build(
     """
     import torch
 
-    from planner.zoo import inputs
-
     entry = _entry(name)
     wanted = {"batch_size": batch_size, "seq_len": seq_len, "image_size": image_size, "layers": layers}
     sizes = _chosen(name, {size: value for size, value in wanted.items() if value is not None}, dtype)
     with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
         model, classes = entry.make(sizes=sizes)
-        usual = "token_inputs" if sizes.seq_len else "image_inputs"
-        example = getattr(inputs, entry.inputs or usual)(sizes, classes)
+        example = entry.example(sizes, classes)
     return ZooModel(name=name.lower(), model=model.train(), example_kwargs=example)
 
 

@@ -130,39 +130,15 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class MixtureOfExperts(nn.Module):
-    """A shared expert, and the weighted sum of the best routed ones.
-
-    Every expert sees every token, and what it was not chosen for is multiplied by zero: shapes
-    then do not depend on the data, so that the whole step is one graph.
-    """
-
-    def __init__(self, width: int, hidden: int, experts: int, chosen: int) -> None:
-        super().__init__()
-        self.chosen = chosen
-        self.router = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(SwiGLU(width, hidden) for _ in range(experts))
-        self.shared = SwiGLU(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x).softmax(dim=-1)
-        best, index = scores.topk(self.chosen, dim=-1)
-        weights = torch.zeros_like(scores).scatter(-1, index, best / best.sum(dim=-1, keepdim=True))
-        mixed: Tensor = self.shared(x)
-        for expert, weight in zip(self.experts, weights.unbind(dim=-1), strict=True):
-            mixed = mixed + weight.unsqueeze(-1) * expert(x)
-        return mixed
-
-
 class MiniMindBlock(nn.Module):
-    """Attention and a gated perceptron (or several), each normalised first."""
+    """Attention and a gated perceptron, each normalised first."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, experts: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, eps=1e-5)
         self.attention = GroupedAttention(width, heads, kv_heads)
         self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = MixtureOfExperts(width, hidden, experts, chosen=2) if experts else SwiGLU(width, hidden)
+        self.mlp = SwiGLU(width, hidden)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cosine, sine)
@@ -183,13 +159,12 @@ class MiniMind(nn.Module):
         width: int = 512,
         vocabulary: int = 6400,
         positions: int = 512,
-        experts: int = 0,
     ) -> None:
         super().__init__()
         heads, kv_heads = 8, 2
         hidden = -(-8 * width // 3 // 64) * 64
         self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(MiniMindBlock(width, heads, kv_heads, hidden, experts) for _ in range(layers))
+        self.blocks = nn.ModuleList(MiniMindBlock(width, heads, kv_heads, hidden) for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight

@@ -1,9 +1,4 @@
-"""The zoo's networks with long skips: a U-Net that segments images, and one that takes noise out of them.
-
-The first takes ``(pixel_values, labels)`` with a class for each pixel, the second
-``(pixel_values, timesteps, labels)`` with the noise to be found, and perhaps a text's ``context``
-to go by; both return their mean loss.
-"""
+"""The zoo's U-Nets: one that segments images, and one that takes noise out of them. Both return their mean loss."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ def double_convolution(incoming: int, outgoing: int) -> nn.Sequential:
 class UNet(nn.Module):
     """Ronneberger, Fischer and Brox's network of 2015, padded, with batch normalisation."""
 
-    def __init__(self, *, levels: int = 4, width: int = 64, classes: int = 21) -> None:
+    def __init__(self, levels: int = 4, width: int = 64, classes: int = 21) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels + 1)]
         self.stem = double_convolution(3, width)
@@ -75,7 +70,7 @@ class PixelAttention(nn.Module):
         self.qkv = nn.Conv2d(width, 3 * width, 1)
         self.projection = nn.Conv2d(width, width, 1)
 
-    def forward(self, x: Tensor, context: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
             part.flatten(2).transpose(1, 2).unsqueeze(1) for part in self.qkv(self.norm(x)).chunk(3, dim=1)
         )
@@ -83,105 +78,44 @@ class PixelAttention(nn.Module):
         return x + self.projection(mixed.squeeze(1).transpose(1, 2).reshape(x.shape))
 
 
-class Attention(nn.Module):
-    """Attention of every pixel to each token of a text, or without one to every other pixel."""
-
-    def __init__(self, width: int, context_width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(context_width, width, bias=False)
-        self.value = nn.Linear(context_width, width, bias=False)
-        self.projection = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in (self.query(x), self.key(context), self.value(context))
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        return self.projection(mixed.transpose(1, 2).flatten(2))
-
-
-class TextAttention(nn.Module):
-    """A transformer layer over pixels: attention to each other, cross attention to a text, a gated perceptron."""
-
-    def __init__(self, width: int, context_width: int, heads: int = 8) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(32, width)
-        self.incoming = nn.Conv2d(width, width, 1)
-        self.pixel_norm = nn.LayerNorm(width)
-        self.pixels = Attention(width, width, heads)
-        self.text_norm = nn.LayerNorm(width)
-        self.text = Attention(width, context_width, heads)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 8 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.outgoing = nn.Conv2d(width, width, 1)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        h = self.incoming(self.norm(x)).flatten(2).transpose(1, 2)
-        normed = self.pixel_norm(h)
-        h = h + self.pixels(normed, normed)
-        h = h + self.text(self.text_norm(h), context)
-        linear, gate = self.up(self.mlp_norm(h)).chunk(2, dim=-1)
-        h = h + self.down(linear * F.gelu(gate))
-        return x + self.outgoing(h.transpose(1, 2).reshape(x.shape))
-
-
 class DiffusionUNet(nn.Module):
-    """The network of denoising diffusion: residual blocks, time steps, attention, perhaps to a text.
+    """The network of denoising diffusion of Ho, Jain and Abbeel (2020): residual blocks, time steps, attention.
 
-    By default that of Ho, Jain and Abbeel (2020); with a text, of ``context_width`` features for each token, that of
-    Rombach and others (2022). Each level has ``blocks`` residual blocks going down, one more going up, ``multiples`` of
-    ``width`` channels, and an image half the size of the one before; the lowest has attention, whatever
-    ``attention_levels`` names.
+    Each level has ``blocks`` residual blocks going down, one more going up, ``multiples`` of ``width`` channels, and an
+    image half the size of the one before; the second level and the lowest have attention.
     """
 
-    def __init__(
-        self,
-        *,
-        blocks: int = 2,
-        width: int = 128,
-        multiples: tuple[int, ...] = (1, 2, 2, 2),
-        attention_levels: tuple[int, ...] = (1,),
-        channels: int = 3,
-        dropout: float = 0.1,
-        context_width: int = 0,
-    ) -> None:
+    def __init__(self, blocks: int = 2, width: int = 128, multiples: tuple[int, ...] = (1, 2, 2, 2)) -> None:
         super().__init__()
         self.width = width
         embedding = 4 * width
 
-        def block(incoming: int, outgoing: int, *, attends: bool) -> DiffusionBlock:
-            return DiffusionBlock(incoming, outgoing, embedding, dropout, attends=attends, context_width=context_width)
-
         self.time = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
-        self.stem = nn.Conv2d(channels, width, 3, padding=1)
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         stack, last = [width], width
         for level, multiple in enumerate(multiples):
             for _ in range(blocks):
-                self.down.append(block(last, width * multiple, attends=level in attention_levels))
+                self.down.append(DiffusionBlock(last, width * multiple, embedding, attends=level == 1))
                 last = width * multiple
                 stack.append(last)
             if level < len(multiples) - 1:
                 self.down.append(Resize(last, "down"))
                 stack.append(last)
-        self.middle = nn.ModuleList(block(last, last, attends=attends) for attends in (True, False))
+        self.middle = nn.ModuleList(DiffusionBlock(last, last, embedding, attends=attends) for attends in (True, False))
         for level, multiple in reversed(list(enumerate(multiples))):
             for _ in range(blocks + 1):
-                self.up.append(block(last + stack.pop(), width * multiple, attends=level in attention_levels))
+                self.up.append(DiffusionBlock(last + stack.pop(), width * multiple, embedding, attends=level == 1))
                 last = width * multiple
             if level:
                 self.up.append(Resize(last, "up"))
         self.norm = nn.GroupNorm(32, last)
-        self.head = nn.Conv2d(last, channels, 3, padding=1)
+        self.head = nn.Conv2d(last, 3, 3, padding=1)
         # The original starts these at zero, so that a block begins as its shortcut; then most gradients would be zero.
         for final in (*(m.second for m in self.modules() if isinstance(m, ResidualBlock)), self.head):
             nn.init.normal_(final.weight, std=1e-3)
 
-    def forward(self, pixel_values: Tensor, timesteps: Tensor, labels: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(self, pixel_values: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
         half = self.width // 2
         frequencies = torch.exp(-math.log(10_000) * torch.arange(half, device=timesteps.device) / half)
         angles = timesteps[:, None] * frequencies
@@ -190,30 +124,26 @@ class DiffusionUNet(nn.Module):
         x = self.stem(pixel_values)
         skips = [x]
         for block in self.down:
-            x = block(x, embedding, context)
+            x = block(x, embedding)
             skips.append(x)
         for block in self.middle:
-            x = block(x, embedding, context)
+            x = block(x, embedding)
         for block in self.up:
-            x = block(x if isinstance(block, Resize) else torch.cat((x, skips.pop()), dim=1), embedding, context)
+            x = block(x if isinstance(block, Resize) else torch.cat((x, skips.pop()), dim=1), embedding)
         return F.mse_loss(self.head(F.silu(self.norm(x))), labels)
 
 
 class DiffusionBlock(nn.Module):
     """A residual block, with attention after it on some levels."""
 
-    def __init__(
-        self, incoming: int, outgoing: int, embedding: int, dropout: float, *, attends: bool, context_width: int
-    ) -> None:
+    def __init__(self, incoming: int, outgoing: int, embedding: int, *, attends: bool) -> None:
         super().__init__()
-        self.residual = ResidualBlock(incoming, outgoing, embedding, dropout)
-        self.attention: nn.Module | None = None
-        if attends:
-            self.attention = TextAttention(outgoing, context_width) if context_width else PixelAttention(outgoing)
+        self.residual = ResidualBlock(incoming, outgoing, embedding, dropout=0.1)
+        self.attention = PixelAttention(outgoing) if attends else None
 
-    def forward(self, x: Tensor, embedding: Tensor, context: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = self.residual(x, embedding)
-        return x if self.attention is None else self.attention(x, context)
+        return x if self.attention is None else self.attention(x)
 
 
 class Resize(nn.Module):
@@ -224,6 +154,6 @@ class Resize(nn.Module):
         self.doubles = direction == "up"
         self.convolution = nn.Conv2d(width, width, 3, stride=1 if self.doubles else 2, padding=1)
 
-    def forward(self, x: Tensor, embedding: Tensor, context: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = F.interpolate(x, scale_factor=2.0, mode="nearest") if self.doubles else x
         return self.convolution(x)

@@ -24,9 +24,9 @@ from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import every_nth_layer
+from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
-from planner.report import render_audit
+from planner.report.comparisons import render_audit
 from tests.example_graphs import Builder, transformer
 
 GRAPH, COSTS = transformer(4)
@@ -99,7 +99,7 @@ def test_the_verdict_at_a_budget() -> None:
 
 
 def test_where_a_solver_finds_nothing_better_the_set_up_stands() -> None:
-    best = study_of().plan(budget="60%", time_limit_seconds=1.0)
+    best = study_of().plan(budget="60%", search=planner.Search(time_limit_seconds=1.0))
     audit = audited(study_of(), best, solver="sqrt")
     assert audit.best.recompute_seconds == audit.now.recompute_seconds == best.recompute_seconds
     assert "nothing better is known at the same peak" in answer(audit)
@@ -118,7 +118,7 @@ def test_the_optimizers_step_counts() -> None:
 
 def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
     path = tmp_path / "toy.plan"
-    plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
+    plan = study_of().plan(budget="70%", search=planner.Search("sqrt", compare=False))
     plan.save(path)
     audit = audited(study_of(), path, time_limit_seconds=1.0)
     assert audit.current == f"the plan in {path}" and not audit.notes
@@ -131,7 +131,11 @@ def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
 
 def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> None:
     study = dataclasses.replace(study_of(), device=cost_models.device("h100"))
-    plan = study.plan(activation_budget="45%", offload=True, host_budget="1GiB", time_limit_seconds=2, compare=False)
+    plan = study.plan(
+        budget=planner.Budget(activations="45%"),
+        offload=planner.Offload(host_budget="1GiB"),
+        search=planner.Search(time_limit_seconds=2, compare=False),
+    )
     assert plan.offloading is not None and plan.offloading.values
     audit = audited(study, plan, time_limit_seconds=1.0)
     assert (audit.now.peak_bytes, audit.now.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
@@ -141,7 +145,7 @@ def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> No
 
 
 def test_a_plan_in_chunks_is_refused() -> None:
-    plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
+    plan = study_of().plan(budget="70%", search=planner.Search("sqrt", compare=False))
     chunked = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
     with pytest.raises(PlanMismatchError, match="in 4 chunks"):
         audited(study_of(), chunked)
@@ -165,12 +169,12 @@ def test_a_plan_of_another_model_is_refused() -> None:
     other = dataclasses.replace(study_of(), origin=PlanOrigin(fingerprint={"model": "toys.Other", "parameters": 1}))
     with pytest.raises(PlanMismatchError, match=r"another model: model is 'toys\.Other' in the plan"):
         audited(study_of(), other.plan(budget="100%"))
-    deeper = study_of(*transformer(6)).plan(budget="70%", solver="sqrt")
+    deeper = study_of(*transformer(6)).plan(budget="70%", search="sqrt")
     with pytest.raises(PlanMismatchError, match="does not have"):
         audited(study_of(), deeper)
     fixed = tuple(dataclasses.replace(op, recomputable=op.phase is not Phase.FORWARD) for op in GRAPH.operations)
     with pytest.raises(PlanMismatchError, match="cannot be carried out"):
-        audited(study_of(dataclasses.replace(GRAPH, operations=fixed)), study_of().plan(budget="70%", solver="sqrt"))
+        audited(study_of(dataclasses.replace(GRAPH, operations=fixed)), study_of().plan(budget="70%", search="sqrt"))
 
 
 def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:

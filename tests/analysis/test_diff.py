@@ -20,7 +20,7 @@ from planner.ir.schedule import recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan, PlanOrigin
-from planner.report import render_difference
+from planner.report.diff import render as render_difference
 from tests.example_graphs import Builder, transformer
 from tests.planned import make_plan, make_problem
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import planner
 from planner.analysis.study import Study
+from planner.common.options import grouped
 from planner.errors import UsageError
 
 WIDTH = 32
@@ -36,7 +37,7 @@ def test_they_are_asked_alike() -> None:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_what_is_misspelt_is_refused(runtime: str) -> None:
     with pytest.raises(TypeError, match="time_limit_second"):
-        studied(runtime).plan(budget="90%", time_limit_second=1.0)  # type: ignore[call-arg]
+        studied(runtime).plan(budget="90%", time_limit_seconds=1.0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -51,12 +52,16 @@ def test_what_is_misspelt_is_refused(runtime: str) -> None:
 )
 def test_what_means_nothing_here_is_refused(runtime: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        studied(runtime).plan(**options)
+        studied(runtime).plan(**grouped(**options))
 
 
 def test_a_choice_of_modules_has_no_other_solver() -> None:
     step = studied("modules")
-    for options in ({"budget": "90%"}, {"budget": "90%", "offload": True}, {"strategy": "every-2"}):
+    for options in (
+        {"budget": "90%"},
+        {"budget": "90%", "offload": True},
+        {"budget": planner.Budget(strategy="every-2")},
+    ):
         with pytest.raises(UsageError, match="'chain-dp' decides on a whole graph"):
-            step.plan(solver="chain-dp", **options)
-    assert step.plan(budget="90%", solver="auto").recomputations
+            step.plan(search="chain-dp", **options)
+    assert step.plan(budget="90%", search="auto").recomputations

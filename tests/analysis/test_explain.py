@@ -23,7 +23,7 @@ from planner.ir.simulator import lifetimes, simulate
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
 from planner.plans.values import ValueRow, ValueTable, value_table
-from planner.report import render_explanation
+from planner.report.explain import render as render_explanation
 from tests.example_graphs import Builder, transformer
 from tests.planned import make_plan, make_problem
 

@@ -22,27 +22,24 @@ from rich.console import Console
 import cli
 from cost_models import devices
 from planner.analysis.study import Study
-from planner.analysis.trade_off import sizes
-from planner.analysis.trade_off.accelerators import DeviceSearch
-from planner.analysis.trade_off.answers import Answers, csv_text
+from planner.analysis.trade_off import axes as sizes
+from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, MethodSweep, csv_text
+from planner.analysis.trade_off.axes import DeviceSearch, Outcome, SizeAxis, SizeSearch, ask
 from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
-from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
-from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
-from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
 from planner.common.limits import Clock
-from planner.common.options import Budget, Offload, Search
+from planner.common.options import Offload, Search
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import every_nth_layer
-from planner.plans.evaluated import cheapest_within
+from planner.plans.comparison import cheapest_within, every_nth_layer
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
-from planner.report import curve_chart, render_what_if
+from planner.report import curve_chart
+from planner.report.what_if import render as render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
@@ -396,14 +393,14 @@ def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fail
 @pytest.mark.parametrize("of", ["recompute", "offload", "order"])
 def test_a_row_says_what_a_plan_with_all_beside_it_says(of: str) -> None:
     study = study_of(*(branches(depth=2) if of == "order" else transformer(3)))
-    study, offload = dataclasses.replace(study, device=devices.device("h100")), Offload(offload=of == "offload")
+    study, offload = dataclasses.replace(study, device=devices.device("h100")), Offload(of == "offload")
     search = dataclasses.replace(QUICK, time_limit_seconds=0.2)
     seen: set[str] = set()
     for share in (0.3, 0.45, 0.6, 0.75, 1.2):
         budget_bytes = int(share * study.whole_bytes)
         outcome = ask(study, budget_bytes, search, offload)
         try:
-            plan = study.planned(Budget(budget=budget_bytes), search, offload)
+            plan = study.plan(budget_bytes, search=search, offload=offload)
         except NoPlanFitsError as error:
             assert not outcome.fits and outcome.minimum_feasible_peak_bytes == error.minimum_feasible_peak_bytes
             continue
@@ -428,7 +425,7 @@ def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
 
 def test_devices_fit_or_not() -> None:
     study = study_of(*transformer(3, unit_bytes=2**27))
-    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, Search(time_limit_seconds=1.0), Offload())
+    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, Search(time_limit_seconds=1.0), Offload(False))
     search.run()
     for row in search.rows:
         report = row.report()
@@ -437,7 +434,7 @@ def test_devices_fit_or_not() -> None:
         if row.memory_bytes >= row.baseline_peak_bytes:
             assert row.outcome.overhead == 0.0
     with pytest.raises(UsageError, match="did you mean h100"):
-        DeviceSearch(["h10"], lambda name: study, QUICK, Offload())
+        DeviceSearch(["h10"], lambda name: study, QUICK, Offload(False))
 
 
 def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:

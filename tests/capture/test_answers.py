@@ -95,7 +95,7 @@ def trained(model: nn.Module, given: tuple[Any, ...]) -> list[torch.Tensor]:
 
 def both(ask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, nn.Module]:
     plain = Asks(ask)
-    return plain, planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    return plain, planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
 
 
 @pytest.mark.parametrize("ask", [looks, exports, captures_a_stream])
@@ -153,7 +153,7 @@ def test_gemma_has_the_mask_that_it_has_in_eager(masked: int | None) -> None:
     config = GemmaConfig(vocab_size=16, num_hidden_layers=1, head_dim=8, use_bidirectional_attention=True, **sizes)
     plain = GemmaForCausalLM(config)
     plain.config.use_cache = False
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
     tokens = torch.randint(16, (2, 8))
     given: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
     if masked is not None:

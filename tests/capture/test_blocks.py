@@ -13,8 +13,8 @@ from torch import nn
 import planner
 from planner import zoo
 from planner.capture.blocks.regions import Step
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
-from planner.capture.joint_capture import fake_mode
 from planner.exporters._step import ExportStep
 from planner.ir.layers import find_layers
 from planner.strategies._step import StrategyStep
@@ -134,7 +134,7 @@ def gathered_bytes(model: nn.Module, blocks: list[str]) -> int:
 @pytest.mark.parametrize("name", ["a row of equal blocks", "blocks of two types in turn", "blocks of unlike parts"])
 def test_fsdp2_shards_these_blocks(name: str, runtime: str) -> None:
     model, x = CASES[name].build()
-    step = planner.study(model, x, runtime=runtime, data_parallel="fsdp2", ranks=2)
+    step = planner.study(model, x, runtime=runtime, training=planner.Training(data_parallel="fsdp2", ranks=2))
     assert step.static_memory.static_bytes["communication buffers"] == gathered_bytes(model, CASES[name].blocks)
 
 
@@ -144,9 +144,9 @@ def test_all_agree_on_what_the_blocks_are(name: str) -> None:
     args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
     found: dict[str, list[str]] = {}
     for runtime in ("graph", "modules"):
-        study = planner.study(model, *args, example_kwargs=kwargs, runtime=runtime)
+        study = planner.study(model, planner.Inputs.of(*args, kwargs), runtime=runtime)
         found[runtime] = list(find_layers(study.graph).blocks)
-    export = ExportStep(study.plan(budget="100%", compare=False), study)
+    export = ExportStep(study.plan(budget="100%", search=planner.Search(compare=False)), study)
     step = StrategyStep(study.graph, study.costs)
     if CASES[name].blocks:
         found["exports"] = list(export.blocks)

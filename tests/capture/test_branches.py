@@ -15,7 +15,7 @@ import planner
 from planner.capture.branches import Branches
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.errors import CaptureError
 
 BATCH, WIDTH = 8, 16
@@ -97,7 +97,7 @@ def equal(ours: tuple[list[torch.Tensor], RandomStates], plain: tuple[list[torch
 def test_every_step_takes_the_branch_of_eager(look: str) -> None:
     torch.manual_seed(0)
     plain = Looks(LOOKS[look])
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
     for step, labels in enumerate(BATCHES * 2):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels)), (step, labels)
 
@@ -112,14 +112,18 @@ def test_what_the_forward_makes_itself_decides_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Branches, "check", looks)
     torch.manual_seed(0)
     plain = Looks(increases)
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
     for step, labels in enumerate(BATCHES[:3]):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels))
     assert not [warning for warning in planner.plan_of(wrapped).warnings if warning.rule == "branches-taken"]
 
 
 def test_a_program_for_each_branch_is_captured_once() -> None:
-    model = planner.auto_wrap(Looks(LOOKS["at a tensor"]), activation_budget="100%", runtime="graph", maximum_shapes=2)
+    model = planner.auto_wrap(
+        Looks(LOOKS["at a tensor"]),
+        budget=planner.Budget(activations="100%"),
+        runtime=planner.Runtime("graph", maximum_shapes=2),
+    )
     for step, labels in enumerate(BATCHES * 2):
         trained(model, step, labels)  # a third capture would be one too many
     plan = planner.plan_of(model)
@@ -152,7 +156,7 @@ def test_two_inputs_of_one_memory_are_refused_where_one_is_written_into() -> Non
 
     x, labels = batch([0, 1], 0)
     plain = Both(look)
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%")
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"))
     for _ in range(2):
         ours, theirs = labels.clone(), labels.clone()
         torch.manual_seed(0)
@@ -167,7 +171,7 @@ def test_a_check_that_fails_raises_what_it_raises_in_eager() -> None:
             raise ValueError("labels are below 100")
         return True
 
-    model = planner.auto_wrap(Looks(look), activation_budget="100%")
+    model = planner.auto_wrap(Looks(look), budget=planner.Budget(activations="100%"))
     trained(model, 0, [0, 1])
     with pytest.raises(ValueError, match="labels are below 100"):
         model(*batch([0, 100], 1))
@@ -185,7 +189,7 @@ def test_a_forward_that_asks_is_told_that_it_runs_as_in_eager() -> None:
             return super().forward(x, labels)
 
     plain = Asks(LOOKS["at a buffer"])
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
     x, _ = batch([0, 1], 0)
     for _ in range(3):
         torch.manual_seed(0)
@@ -214,7 +218,11 @@ class Packs(nn.Module):
 def test_a_size_that_varies_is_no_data_whatever_it_is_the_size_of() -> None:
     torch.manual_seed(0)
     plain = Packs()
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph", maximum_shapes=2)
+    wrapped = planner.auto_wrap(
+        copy.deepcopy(plain),
+        budget=planner.Budget(activations="100%"),
+        runtime=planner.Runtime("graph", maximum_shapes=2),
+    )
     for length in (8, 12, 20, 10):  # one capture at a size, and one with symbols
         losses = []
         for model in (wrapped, plain):

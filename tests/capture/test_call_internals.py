@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.call_internals import recompile_directly
+from planner.capture.planned_graph_internals import recompile_directly
 
 aten = torch.ops.aten
 

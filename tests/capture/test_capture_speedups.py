@@ -61,7 +61,7 @@ print_readable = fx.GraphModule.print_readable
 fx.GraphModule.print_readable = lambda *args, **kwargs: written.append(1) or print_readable(*args, **kwargs)
 
 def step():
-    model = planner.auto_wrap(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), activation_budget="100%")
+    model = planner.auto_wrap(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), budget=planner.Budget(activations="100%"))
     model(torch.ones(2, 4)).sum().backward()
     return len(written)
 

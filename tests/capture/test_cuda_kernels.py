@@ -17,7 +17,8 @@ from planner.capture import cuda_attention
 from planner.capture.cuda_attention import choose
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.capture.target_device import Elsewhere, takes_cudnn
+from planner.capture.target_device import TargetDevice, takes_cudnn
+from planner.common.options import Target
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
 from planner.measure.cuda_workspace import allowance_bytes
@@ -142,7 +143,7 @@ class Attention(nn.Module):
 def captured(device: str, *, length: int = LENGTH, **options: Any) -> Any:
     model = Attention(**options)
     x = torch.randn(BATCH, length, HEADS * SIZE, dtype=options.get("dtype", torch.bfloat16))
-    return capture(model, Inputs.of(x), elsewhere=Elsewhere(cost_models.device(device)))
+    return capture(model, Inputs.of(x), elsewhere=TargetDevice(cost_models.device(device)))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_allowance_of_a_convolution_is_what_it_moves_unless_channels_are_last() 
 
 def test_a_plan_for_a_gpu_that_is_not_here() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)))
-    plan = planner.plan(model, torch.randn(512, 64), activation_budget="90%", device="H100")
+    plan = planner.plan(model, torch.randn(512, 64), budget=planner.Budget(activations="90%"), target="H100")
     assert plan.device == "h100" and plan.static_bytes["library workspace"] == 64 * 2**20
     assert all(size % 512 == 0 for size in plan.anatomy.values())
     assert "random state" not in plan.anatomy  # CUDA keeps it on the host
@@ -224,7 +225,9 @@ class Tower(nn.Module):
 def test_every_runtime_plans_with_the_kernels_of_that_gpu(device: str) -> None:
     x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
     plans = {
-        runtime: planner.plan(Tower(), x, budget="100%", device=device, runtime=runtime, compare=False)
+        runtime: planner.plan(
+            Tower(), x, budget="100%", target=device, runtime=runtime, search=planner.Search(compare=False)
+        )
         for runtime in ("graph", "modules", "regional")
     }
     kernel = "cudnn" if device == "h100" else "flash"
@@ -239,17 +242,19 @@ def test_every_runtime_plans_with_the_kernels_of_that_gpu(device: str) -> None:
 
 def test_a_step_that_must_be_run_has_the_kernels_of_here_and_says_so() -> None:
     x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
-    plan = planner.plan(Tower(looks=True), x, budget="100%", device="h100", runtime="modules", compare=False)
+    plan = planner.plan(
+        Tower(looks=True), x, budget="100%", target="h100", runtime="modules", search=planner.Search(compare=False)
+    )
     assert {"depends-on-data", "attention-of-here"} <= {warning.rule for warning in plan.warnings}
     assert any("softmax" in row.operation for row in plan.operations)
-    here = planner.plan(Tower(looks=True), x, budget="100%", runtime="modules", compare=False)
+    here = planner.plan(Tower(looks=True), x, budget="100%", runtime="modules", search=planner.Search(compare=False))
     assert "attention-of-here" not in {warning.rule for warning in here.warnings}
 
 
 def test_it_is_not_verified_on_a_cpu() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(60, 60), nn.GELU()) for _ in range(6)))
     x = torch.randn(500, 60)
-    plan = planner.plan(model, x, activation_budget="90%", device="a100-80")
+    plan = planner.plan(model, x, budget=planner.Budget(activations="90%"), target="a100-80")
     with pytest.raises(PlanMismatchError, match="device is 'a100-80' in the plan and 'cpu' here"):
         planner.verify(model, x, plan)
 
@@ -259,7 +264,7 @@ def test_a_version_whose_choice_of_attention_is_not_known_is_named(monkeypatch: 
     for known in (True, False):
         if not known:
             monkeypatch.setattr(step, "VERSION", (9, 0))
-        plan = planner.plan(Tower(), x, budget="100%", device="h100", compare=False)
+        plan = planner.plan(Tower(), x, budget="100%", target="h100", search=planner.Search(compare=False))
         assert ("attention-of-another-version" in {warning.rule for warning in plan.warnings}) is not known
 
 
@@ -277,7 +282,9 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_norms_are_those_of_that_gpu(runtime: str) -> None:
     x = torch.randn(4, 8, 16, 16, requires_grad=True)
-    plan = planner.plan(Norms(), x, budget="100%", device="a100-80", runtime=runtime, compare=False)
+    plan = planner.plan(
+        Norms(), x, budget="100%", target="a100-80", runtime=runtime, search=planner.Search(compare=False)
+    )
     found = {row.operation: row for row in plan.operations}
     named = "|".join(found)
     for norm in ("cudnn_batch_norm", "_fused_rms_norm"):
@@ -287,7 +294,7 @@ def test_norms_are_those_of_that_gpu(runtime: str) -> None:
 
 def test_statistics_of_norms_have_32_bits_there() -> None:
     model, x = nn.LayerNorm(16).bfloat16(), torch.randn(4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    for elsewhere, dtype in ((None, torch.bfloat16), (Elsewhere(cost_models.device("h100")), torch.float32)):
+    for elsewhere, dtype in ((None, torch.bfloat16), (TargetDevice(cost_models.device("h100")), torch.float32)):
         (node,) = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.find_nodes(
             op="call_function", target=torch.ops.aten.native_layer_norm.default
         )
@@ -313,7 +320,7 @@ def test_batch_norm_by_cudnn(rows: int, dtype: torch.dtype, weight: torch.dtype,
 def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again() -> None:
     """It writes over them without a word in its schema: only its first run in a step may be given them."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)))
-    inputs, options = Inputs.of(torch.randn(512, 16)), Options.of({"device": "h100", "cost_model": "roofline"})
+    inputs, options = Inputs.of(torch.randn(512, 16)), Options(target=Target("h100", cost_model="roofline"))
     lowered = step.lower_as_run(model, step.captured(model, inputs, options), options).lowered
     operations = lowered.graph.operations
     norms = [i for i, o in enumerate(operations) if "cudnn_batch_norm.default" in o.key]
@@ -331,7 +338,7 @@ def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again()
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers_for_a_gpu_are_one_operator_of_cudnn(kind: str) -> None:
     model, x = getattr(nn, kind)(8, 8, num_layers=3, dropout=0.5, bidirectional=True), torch.randn(5, 4, 8)
-    for elsewhere in (None, Elsewhere(cost_models.device("h100"))):
+    for elsewhere in (None, TargetDevice(cost_models.device("h100"))):
         nodes = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.nodes
         targets = Counter(str(node.target) for node in nodes if node.op == "call_function")
         count = 0 if elsewhere is None else 1

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.capture.ddp_internals import Ddp, ddp_around
+from planner.capture.module_internals import Ddp, ddp_around
 
 
 class Asking(nn.Sequential):

@@ -110,4 +110,9 @@ def test_it_is_one_graph_with_eagers_bits(
 
 def test_a_leaf_that_the_forward_makes_and_returns_is_refused() -> None:
     with pytest.raises(CaptureError, match="requires_grad_"):
-        planner.plan(Field(returns_positions=True), torch.randn(ROWS, 3), activation_budget="70%", runtime="graph")
+        planner.plan(
+            Field(returns_positions=True),
+            torch.randn(ROWS, 3),
+            budget=planner.Budget(activations="70%"),
+            runtime="graph",
+        )

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import planner
-from planner.capture.dispatch_internals import below_autograd
+from planner.capture.planned_graph_internals import below_autograd
 from planner.capture.torch_internals import boxed
 
 aten = torch.ops.aten
@@ -117,7 +117,7 @@ class _Counts(nn.Module):
 
 def test_writes_are_counted_where_autograd_asks() -> None:
     model, x = _Counts(), torch.randn(2, 4)
-    planner.auto_wrap(model, example_inputs=x, budget="100%", runtime="graph", time_limit_seconds=1)
+    planner.auto_wrap(model, x, budget="100%", runtime="graph", search=planner.Search(time_limit_seconds=1))
     before = model.calls._version
     output = model(x)
     assert model.calls._version > before

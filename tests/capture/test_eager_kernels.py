@@ -93,8 +93,8 @@ def test_a_planned_step_calls_the_kernels_of_eager(case: str, channels_last: boo
     study = planner.study(model, x)
     called = {named_by(key)[1] for operation in study.graph.operations for key in operation.keys} - {LOSS_NAME}
     assert kernels(called) == kernels(+calls.counted)
-    plan = study.plan(activation_budget="100%")
-    planned = planner.auto_wrap(copy.deepcopy(model), plan=plan)
+    plan = study.plan(budget=planner.Budget(activations="100%"))
+    planned = planner.auto_wrap(copy.deepcopy(model), budget=plan)
     train(planned, x).zero_grad()
     peak_bytes, _ = measure_peak(lambda: train(planned, x), torch.device("cpu"))
     assert 0.999 * plan.peak_bytes <= peak_bytes + plan.total_static_bytes <= plan.peak_bytes

@@ -9,7 +9,7 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import FloorDiv, IntTrueDiv, Max, Mod, PythonMod
 
-from planner.capture.expressions import as_function, evaluated
+from planner.capture.symbolic import as_function, evaluated
 
 A, B = sympy.symbols("a b", integer=True, positive=True)
 HALF = sympy.Symbol("half", real=True)

@@ -20,14 +20,16 @@ WIDTH = 64
 
 def joins(model: nn.Module, *args: torch.Tensor) -> set[tuple[str, ...]]:
     """Return the operators that are one operation."""
-    graph = planner.study(model, args, deterministic=True).graph
+    graph = planner.study(model, args, search=planner.Search(deterministic=True)).graph
     several = (operation.keys for operation in graph.operations if operation.then)
     return {tuple(operator_name(named_by(key)[1]) for key in keys) for keys in several}
 
 
 def assert_carried_out(model: nn.Module, *args: torch.Tensor, budget: str = "100%") -> planner.Plan:
     """Hold bits against eager, and the peak against the plan."""
-    planned = planner.auto_wrap(copy.deepcopy(model), activation_budget=budget, deterministic=True)
+    planned = planner.auto_wrap(
+        copy.deepcopy(model), budget=planner.Budget(activations=budget), search=planner.Search(deterministic=True)
+    )
 
     def step(each: nn.Module) -> list[torch.Tensor | None]:
         each.zero_grad()
@@ -161,7 +163,9 @@ class Foreign(nn.Module):
 def test_what_an_operator_from_elsewhere_makes_stays() -> None:
     torch.manual_seed(0)
     model, x = Foreign(), torch.randn(32, WIDTH)
-    planned = planner.auto_wrap(copy.deepcopy(model), activation_budget="100%", deterministic=True)
+    planned = planner.auto_wrap(
+        copy.deepcopy(model), budget=planner.Budget(activations="100%"), search=planner.Search(deterministic=True)
+    )
     planned(x)
     assert any(torch.equal(kept, model.layer(x) * 2.0) for kept in KEPT), "it was written over"
 

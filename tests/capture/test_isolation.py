@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.errors import CaptureError
 from tests.models import Stack, looked_at, rows
 from tests.tiers import tiered
@@ -58,9 +59,9 @@ def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
     plain, model = Drawing(OF_DRAWN[use]), Drawing(OF_DRAWN[use])
     model.load_state_dict(plain.state_dict())
     with pytest.raises(CaptureError, match=r"that it draws|depends on data|known only when") as refused:
-        planner.plan(model, rows(), runtime="graph", **BUDGET)
+        planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET))
     assert "SymInt" not in str(refused.value) and "u0" not in str(refused.value)
-    planner.auto_wrap(model, **BUDGET)
+    planner.auto_wrap(model, **grouped(**BUDGET))
     assert steps(model) == steps(plain)
 
 
@@ -90,16 +91,16 @@ class Doing(Stack):
 def test_a_refusal_names_what_cannot_be_captured(culprit: str, recwarn: pytest.WarningsRecorder) -> None:
     what, says = CULPRITS[culprit]
     with pytest.raises(CaptureError, match=says):
-        planner.plan(Doing(what), rows(), runtime="graph", **BUDGET)
+        planner.plan(Doing(what), rows(), **grouped(runtime="graph", **BUDGET))
     assert not list(recwarn)
 
 
 def test_a_norm_that_counts_batches_is_named_with_the_way_out() -> None:
     model = nn.Sequential(Stack(has_loss=False), nn.BatchNorm1d(rows().shape[1], momentum=None))
     with pytest.raises(CaptureError, match=r"depends on data: 1 has momentum=None.*; set one"):
-        planner.plan(model, rows(), runtime="graph", **BUDGET)
+        planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET))
     model[1].momentum = 0.1
-    assert planner.plan(model, rows(), runtime="graph", **BUDGET).peak_bytes > 0
+    assert planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET)).peak_bytes > 0
 
 
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
@@ -108,12 +109,12 @@ def test_what_the_user_compiles_and_what_fails_leave_later_captures_alone() -> N
     for count in (64, 32):
         compiled(rows(count)).backward()
     for build in (DependingOnData, lambda: Drawing(OF_DRAWN["a slice"])):
-        model = planner.auto_wrap(build(), runtime="graph", **BUDGET)
+        model = planner.auto_wrap(build(), **grouped(runtime="graph", **BUDGET))
         for _ in range(2):
             with pytest.raises(CaptureError):
                 model(rows())
-        planner.plan(Stack(), rows(), runtime="graph", **BUDGET)
-        planner.auto_wrap(Stack(), runtime="graph", **BUDGET)(rows()).backward()
+        planner.plan(Stack(), rows(), **grouped(runtime="graph", **BUDGET))
+        planner.auto_wrap(Stack(), **grouped(runtime="graph", **BUDGET))(rows()).backward()
         compiled(rows(48)).backward()
 
 
@@ -125,7 +126,7 @@ def test_hidden_states_of_hugging_face_are_collected_in_a_graph_from_the_first_c
     )
     tokens = torch.randint(0, 64, (2, 16))
     model = transformers.LlamaForCausalLM(config)
-    planner.auto_wrap(model, runtime="graph", **BUDGET)
+    planner.auto_wrap(model, **grouped(runtime="graph", **BUDGET))
     outputs = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
     outputs.loss.backward()
     assert len(outputs.hidden_states) == 3

@@ -73,7 +73,7 @@ def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime:
         return outputs  # logits are held, as in a step that is verified
 
     eager_bytes, _ = measure_peak(step, torch.device("cpu"))
-    plan = planner.plan(model, kwargs, budget="100%", runtime=runtime, compare=False)
+    plan = planner.plan(model, kwargs, budget="100%", runtime=runtime, search=planner.Search(compare=False))
     proof = planner.verify(model, kwargs, plan, timed_steps=1)
     assert proof.peak_bytes - plan.total_static_bytes <= eager_bytes
     assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
@@ -88,7 +88,9 @@ def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runti
     batches = [batch(attention_mask=mask) for mask in (whole, padded, whole)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     model.zero_grad()
-    planner.auto_wrap(model, activation_budget="90%", runtime=runtime, time_limit_seconds=1.0)
+    planner.auto_wrap(
+        model, budget=planner.Budget(activations="90%"), runtime=runtime, search=planner.Search(time_limit_seconds=1.0)
+    )
     for kwargs, gradient in zip(batches, expected, strict=True):
         assert close(gradients(model, kwargs), gradient)  # planned
         model.zero_grad()
@@ -105,9 +107,11 @@ def test_padding_gets_its_mask_and_the_plan_keeps_the_budget() -> None:
     batches = [batch(attention_mask=mask) for mask in (whole, padded, whole, padded)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     assert not close(expected[0], expected[1])
-    plan = planner.plan(model, batches[0], activation_budget="80%", time_limit_seconds=1.0)
+    plan = planner.plan(
+        model, batches[0], budget=planner.Budget(activations="80%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     assert [w for w in plan.warnings if w.rule == "branches-taken" and "attention_mask" in w.evidence]
-    planner.auto_wrap(model, plan=plan)
+    planner.auto_wrap(model, budget=plan)
     for kwargs, gradient in zip(batches, expected, strict=True):
         assert close(gradients(model, kwargs), gradient)
         assert planner.plan_of(model).peak_bytes <= plan.budget_bytes
@@ -130,8 +134,10 @@ def test_the_first_batch_may_be_the_one_that_needs_the_mask() -> None:
     mask[1, LENGTH // 2 :] = 0
     model = llama()
     expected = gradients(model, batch(attention_mask=mask))
-    plan = planner.plan(model, batch(attention_mask=torch.ones_like(mask)), budget="100%", compare=False)
-    planner.auto_wrap(model, plan=plan)
+    plan = planner.plan(
+        model, batch(attention_mask=torch.ones_like(mask)), budget="100%", search=planner.Search(compare=False)
+    )
+    planner.auto_wrap(model, budget=plan)
     assert close(gradients(model, batch(attention_mask=mask)), expected)
 
 
@@ -207,7 +213,7 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
 @pytest.mark.slow
 def test_a_mask_that_is_a_flag_stays_one_at_other_lengths_and_is_kept_where_it_is_needed() -> None:
     model = llama()
-    wrapped = planner.auto_wrap(copy.deepcopy(model), budget="1GiB", cost_model="roofline")
+    wrapped = planner.auto_wrap(copy.deepcopy(model), budget="1GiB", target=planner.Target(cost_model="roofline"))
     for length, padded in ((32, False), (20, False), (24, False), (28, False), (26, True), (28, True), (22, False)):
         mask = torch.ones(BATCH, length, dtype=torch.long)
         mask[0, length // 2 :] = 0 if padded else 1

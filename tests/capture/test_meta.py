@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.inputs import Inputs
-from planner.capture.meta import placed
+from planner.capture.inputs import Inputs, placed
+from planner.common.options import grouped
 from planner.plans.plan import Plan
 from tests.models import SEQUENCES, Transformer
 
@@ -23,18 +23,18 @@ def decided(plan: Plan) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("runtime", ["graph", "regional", "modules"])
 def test_its_plan_is_that_of_the_model_with_data(runtime: str) -> None:
-    expected = planner.plan(Transformer(), SEQUENCES, runtime=runtime, **OPTIONS)
+    expected = planner.plan(Transformer(), SEQUENCES, **grouped(runtime=runtime, **OPTIONS))
     model = Transformer().to("meta")
     before = dict(model.named_parameters())
     for inputs in (SEQUENCES, SEQUENCES.to("meta")):
-        assert decided(planner.plan(model, inputs, runtime=runtime, **OPTIONS)) == decided(expected)
+        assert decided(planner.plan(model, inputs, **grouped(runtime=runtime, **OPTIONS))) == decided(expected)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize("runtime", ["auto", "regional"])
 def test_wrapped_there_and_allocated_later_it_trains_as_it_would(runtime: str) -> None:
     plain, model = Transformer(), Transformer().to("meta")
-    planner.auto_wrap(model, SEQUENCES, runtime=runtime, **OPTIONS)
+    planner.auto_wrap(model, SEQUENCES, **grouped(runtime=runtime, **OPTIONS))
     plan = planner.plan_of(model)
     model.to_empty(device="cpu").load_state_dict(plain.state_dict())
     for either in (model, plain):

@@ -98,7 +98,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_no_operation_is_at_a_line_of_the_planners(runtime: str) -> None:
-    graph = planner.study(Attends(), torch.randn(2, 16, 64), device="a100-80", runtime=runtime).graph
+    graph = planner.study(Attends(), torch.randn(2, 16, 64), target="a100-80", runtime=runtime).graph
     sources = {operation.source.rpartition(":")[0] for operation in graph.operations}
     assert "tests/capture/test_provenance.py" in sources
     assert [source for source in sources if source.startswith(("planner/", "cost_models/"))] == []
@@ -108,13 +108,13 @@ def test_no_operation_is_at_a_line_of_the_planners(runtime: str) -> None:
 def test_no_error_is_at_a_line_of_the_planners(runtime: str) -> None:
     model = nn.Sequential(*(Attends(heads=3) for _ in range(2)))
     with pytest.raises(CaptureError) as caught:
-        planner.plan(model, torch.randn(2, 16, 64), budget="90%", device="a100-80", runtime=runtime)
+        planner.plan(model, torch.randn(2, 16, 64), budget="90%", target="a100-80", runtime=runtime)
     assert "tests/capture/test_provenance.py" in str(caught.value)
 
 
 def test_a_model_of_the_zoo_has_lines() -> None:
     model = zoo.build("minigpt", layers=1, seq_len=8, batch_size=1, fake_mode=fake_mode())
-    graph = planner.study(model.model, example_kwargs=model.example_kwargs).graph
+    graph = planner.study(model.model, model.example_kwargs).graph
     assert any(operation.source.startswith("planner/zoo") for operation in graph.operations)
 
 

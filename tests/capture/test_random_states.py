@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.errors import CaptureError, UsageError
 from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import wrap_and_hold
@@ -62,7 +63,7 @@ def test_planning_draws_nothing(of: str, runtime: str) -> None:
     seeded()
     before = RandomStates()
     with suppress(CaptureError, UsageError):  # what draws from Python's or numpy's random states is no graph
-        planner.plan(model, rows(), loss_fn=mean_square, runtime=runtime, **BUDGET)
+        planner.plan(model, rows(), loss_fn=mean_square, **grouped(runtime=runtime, **BUDGET))
     assert RandomStates() == before
 
 
@@ -71,7 +72,7 @@ def test_planning_draws_nothing(of: str, runtime: str) -> None:
 def test_wrapped_steps_draw_what_plain_ones_do(of: str) -> None:
     """A module that runs again draws again what it drew, and what comes next is what would have come."""
     plain, model = build(of), build(of)
-    planner.auto_wrap(model, **{**BUDGET, "budget": "70%"})
+    planner.auto_wrap(model, **grouped(**{**BUDGET, "budget": "70%"}))
     left: list[list[Any]] = []
     for trained in (plain, model):
         seeded()
@@ -95,7 +96,7 @@ class FromNumpy(Stack):
 def test_what_would_draw_from_another_stream_is_refused() -> None:
     """Dynamo traces numpy's functions with torch's random numbers."""
     with pytest.raises(CaptureError, match=r"test_random_states.py:\d+"):
-        planner.plan(FromNumpy(), rows(), runtime="graph", **BUDGET)
+        planner.plan(FromNumpy(), rows(), **grouped(runtime="graph", **BUDGET))
 
 
 class Unread(nn.Module):

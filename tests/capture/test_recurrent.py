@@ -142,7 +142,9 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
     model(x())
     model.to(dtype)
     wide = torch.randn(256, 4, FEATURES, dtype=dtype)
-    plan = planner.plan(model, wide, activation_budget="85%", time_limit_seconds=1.0)
+    plan = planner.plan(
+        model, wide, budget=planner.Budget(activations="85%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     proof = planner.verify(model, wide, plan, timed_steps=1)
     assert plan.recomputations
     assert proof.exact, proof.differences
@@ -153,7 +155,7 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
 def test_planning_leaves_a_layer_with_its_own_weights(runtime: str) -> None:
     model = Recurrent(width=FEATURES)
     expected = step(model, x())
-    planner.auto_wrap(model, x(), budget="100%", runtime=runtime, time_limit_seconds=1.0)
+    planner.auto_wrap(model, x(), budget="100%", runtime=runtime, search=planner.Search(time_limit_seconds=1.0))
     for layer in model.layers:  # what it last ran with, and tells a change by
         assert all(own is kept for own, kept in zip(layer.all_weights[0], layer._flat_weights, strict=True))
         assert all(own is ref() for own, ref in zip(layer.all_weights[0], layer._flat_weight_refs, strict=True))

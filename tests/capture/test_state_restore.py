@@ -102,7 +102,7 @@ class Block(nn.Module):
 def test_a_planned_model_computes_with_data(runtime: str, loss_fn: Any) -> None:
     """Not a recorded step alone runs a model without data: so do a loss that is measured, and the search for blocks."""
     model, x = Net(), torch.randn(64, 8)
-    planner.plan(model, x, loss_fn=loss_fn, budget="1GiB", runtime=runtime, compare=False)
+    planner.plan(model, x, budget="1GiB", runtime=runtime, search=planner.Search(compare=False), loss_fn=loss_fn)
     assert not isinstance(model(x), FakeTensor)
 
 
@@ -161,7 +161,14 @@ class Writing(nn.Module):
 def test_weights_and_inputs_that_a_step_with_data_writes_into_are_as_before(runtime: str) -> None:
     model, x = Writing(), torch.randn(16, 8)
     before = [tensor.clone() for tensor in (*model.parameters(), x)]
-    planner.plan(model, x, activation_budget="100%", loss_fn=torch.Tensor.mean, runtime=runtime, time_limit_seconds=1)
+    planner.plan(
+        model,
+        x,
+        budget=planner.Budget(activations="100%"),
+        runtime=runtime,
+        search=planner.Search(time_limit_seconds=1),
+        loss_fn=torch.Tensor.mean,
+    )
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
 
 
@@ -180,6 +187,13 @@ class Moving(Writing):
 def test_weights_that_a_step_with_data_gives_other_memory_have_their_own_again(runtime: str) -> None:
     model, x = Moving(), torch.randn(16, 8)
     before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
-    planner.plan(model, x, activation_budget="100%", loss_fn=torch.Tensor.mean, runtime=runtime, time_limit_seconds=1)
+    planner.plan(
+        model,
+        x,
+        budget=planner.Budget(activations="100%"),
+        runtime=runtime,
+        search=planner.Search(time_limit_seconds=1),
+        loss_fn=torch.Tensor.mean,
+    )
     for parameter, (at, then) in zip(model.parameters(), before, strict=True):
         assert parameter.data_ptr() == at and torch.equal(parameter, then)

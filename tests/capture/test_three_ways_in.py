@@ -9,8 +9,6 @@ same. Where a way runs other kernels, or holds something longer, the test says w
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,18 +26,16 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
 from planner.capture.provenance import is_library, short_path
-from planner.ir.checkpoints import BOOKKEEPING, END, NOT_OF_THE_STEP
+from planner.ir.checkpoints import BOOKKEEPING, END
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 from planner.measure import loss
-from planner.plans.plan import Plan
 from planner.runtimes.regional import lower_regional
 from planner.session.eager_study import study_eager
 from planner.session.step import Options, lower_as_run
 from planner.zoo.modules import MiniGPT
 
-LOSS_BEFORE = "|the loss and what runs outside the captured graph|l0"
 """What recorded steps called the loss in plan files written before the three ways in had one key for it."""
 
 WIDTH = 64
@@ -78,7 +74,7 @@ def three_ways(model: nn.Module, *args: torch.Tensor, loss_fn: LossFunction | No
     options = Options(loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None)
     return Graphs(
         captured=lower_as_run(model, capture(model, inputs), options).lowered.graph,
-        recorded=study_eager(model, inputs, replace(options, runtime="modules")).graph,
+        recorded=study_eager(model, inputs, replace(options, runtime=planner.Runtime("modules"))).graph,
         blocks=lower_regional(model, inputs, options).lowered.lowered.graph,
     )
 
@@ -129,39 +125,6 @@ def test_the_loss_takes_the_same_memory_whichever_way_a_step_came_in() -> None:
         made = [graph.values[value] for value in graph.operations[graph.loss_index].outputs]
         held.append([(value.name, value.size_bytes, value.kind) for value in made if value.name.startswith("loss")])
     assert held[0] == held[1] == held[2] and len(held[0]) == 2
-
-
-def digest_before(graph: TrainingGraph, loss_sizes: list[int], scalar_bytes: int) -> str:
-    """Return the digest of a recorded step as fingerprints had it when the loss had a key of its own there."""
-    digest = hashlib.sha256()
-    for operation in graph.operations:
-        if operation.target in NOT_OF_THE_STEP:
-            continue
-        sizes = [graph.values[v].size_bytes for v in operation.outputs]
-        key = operation.key
-        if operation.phase is Phase.LOSS:
-            key, sizes = LOSS_BEFORE, loss_sizes
-        elif key in ("|aten.new_zeros.default|b0", "|aten.ones_like.default|b0"):
-            sizes = [scalar_bytes]
-        digest.update(f"{key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def test_a_plan_of_a_recorded_step_that_was_written_before_is_carried_over() -> None:
-    model, x = perceptrons(512)
-    step = planner.study(model, x, runtime="modules", loss_fn=mean_of_squares)
-    takes = loss.memory_of(model, Inputs.of(x, None), mean_of_squares)
-    plain = step.plan(budget="80%")
-    assert plain.fingerprint["graph"] == digest_before(step.graph, [takes.working_bytes, takes.held_bytes], 64)
-
-    how = {"cost_model": "roofline", "deterministic": True}  # what leaves when depends on no machine's times
-    plan = planner.plan(model, x, budget="80%", runtime="modules", offload=True, offload_at_least=1, **how)
-    text = plan.to_json()
-    assert '"|loss|l0"' in text, "nothing that is offloaded leaves before the loss: there is nothing to carry over"
-    before = text.replace('"|loss|l0"', json.dumps(LOSS_BEFORE))
-    assert Plan.from_json(before) == Plan.from_json(text) == plan
-    planner.auto_wrap(model, x, plan=Plan.from_json(before), replan=False)
-    assert planner.plan_of(model).offloading == plan.offloading
 
 
 # Operations.

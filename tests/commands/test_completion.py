@@ -51,6 +51,6 @@ def test_bash_offers_commands_options_names_and_files(tmp_path: Path, capsys: py
 def test_without_shtab_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("planner.commands.completion.find_spec", lambda name: None)
+    monkeypatch.setattr("planner.commands.catalogue.find_spec", lambda name: None)
     assert cli.main(["completion", "bash"]) == 2
     assert "checkpoint-planner[completion]" in capsys.readouterr().err

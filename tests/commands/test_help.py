@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import shlex
+from dataclasses import fields
 
 import pytest
 
 import cli
 from planner.commands import Command, commands
+from planner.common.options import GROUPS
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.name)
@@ -27,3 +31,22 @@ def test_examples_can_be_typed(command: Command):
         arguments = shlex.split(example)
         assert arguments[0] == command.name
         assert cli.make_parser().parse_args(arguments).run == command.run
+
+
+def test_help_of_plan_fits_on_two_screens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = []
+    for asked in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", asked])
+        lines.append(capsys.readouterr().out.splitlines())
+    usual, everything = lines
+    assert len(usual) <= 48
+    assert set(usual) < set(everything) and any("--offload-lossy" in line for line in everything)
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_docstrings_of_groups_describe_their_options(group: type):
+    described = re.findall(r"^(\w+) : ", inspect.getdoc(group) or "", re.MULTILINE)
+    names = [field.name for field in fields(group) if field.metadata]
+    assert set(names) <= set(described)

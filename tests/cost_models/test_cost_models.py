@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import pickle
 import subprocess
@@ -69,12 +68,8 @@ def test_one_finite_cost_per_operation_in_order(model):
         assert isinstance(cost, base.OperationCost)
         assert math.isfinite(cost.seconds) and cost.seconds > 0
         assert isinstance(cost.workspace_bytes, int) and cost.workspace_bytes >= 0
-    assert model.costs(OPERATIONS[::-1]) == costs[::-1]
+    assert model.costs(OPERATIONS) == costs and model.costs(OPERATIONS[::-1]) == costs[::-1]
     assert model.costs(()) == ()
-
-
-def test_same_question_same_answer(model):
-    assert model.costs(OPERATIONS) == model.costs(OPERATIONS)
 
 
 def test_more_work_never_costs_less(model):
@@ -107,11 +102,6 @@ def test_importing_and_listing_needs_neither_torch_nor_planner():
     root = Path(cost_models.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-@pytest.mark.parametrize("module", [cost_models, devices, flops], ids=lambda module: module.__name__)
-def test_examples(module):
-    assert doctest.testmod(module).failed == 0
 
 
 # --- devices --------------------------------------------------------------------------------------

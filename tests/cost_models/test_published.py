@@ -6,7 +6,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 
 MIXED_A100, TF32_A100 = 2470, 938
 """Images a second of a ResNet-50 of NVIDIA's examples, from which the shares of convolutions were taken."""
@@ -18,12 +18,10 @@ def images_per_second(device: str, dtype: str) -> float:
     built = zoo.build("resnet50", batch_size=256, dtype=dtype, fake_mode=fake_mode())
     plan = planner.plan(
         built.model,
-        built.example_args or None,
-        example_kwargs=built.example_kwargs,
-        activation_budget="100%",
-        device=device,
-        cost_model="roofline",
-        compare=False,
+        planner.Inputs.of(built.example_args or None, built.example_kwargs),
+        budget=planner.Budget(activations="100%"),
+        target=planner.Target(device, cost_model="roofline"),
+        search=planner.Search(compare=False),
         runtime="graph",
     )
     return 256 / plan.step_seconds

@@ -13,6 +13,7 @@ from torch import nn
 
 import planner
 from benchmarks.blocks import built, step
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError
 from planner.runtimes._cuda_graphs import GraphedStep
 from tests.cuda import gpu
@@ -54,9 +55,9 @@ def inputs() -> torch.Tensor:
 def wrapped(model: nn.Module, x: Any = None, **asked: Any) -> nn.Module:
     """Wrap a model for the least that it is known to need."""
     try:
-        return planner.auto_wrap(model, x, budget=1, **OPTIONS, **asked)
+        return planner.auto_wrap(model, x, **grouped(budget=1, **OPTIONS, **asked))
     except InfeasibleBudgetError as refusal:
-        return planner.auto_wrap(model, x, budget=refusal.minimum_feasible_peak_bytes, **OPTIONS, **asked)
+        return planner.auto_wrap(model, x, **grouped(budget=refusal.minimum_feasible_peak_bytes, **OPTIONS, **asked))
 
 
 def graphed(model: nn.Module) -> GraphedStep:
@@ -121,7 +122,7 @@ def test_bits_are_those_without_graphs() -> None:
     models = [Net().cuda() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     wrapped(models[0], inputs(), cuda_graphs=True)
-    planner.auto_wrap(models[1], plan=planner.plan_of(models[0]))
+    planner.auto_wrap(models[1], budget=planner.plan_of(models[0]))
     for seed in range(5):
         for model in models:
             torch.manual_seed(seed)
@@ -144,7 +145,7 @@ def test_memory_is_what_the_plan_says(name: str, budget: str) -> None:
     if budget == "least":
         wrapped(model, example_kwargs=example, cuda_graphs=True)
     else:
-        planner.auto_wrap(model, example_kwargs=example, budget="60GiB", cuda_graphs=True, **OPTIONS)
+        planner.auto_wrap(model, example, **grouped(budget="60GiB", cuda_graphs=True, **OPTIONS))
     plan = planner.plan_of(model)
     assert plan is not None and plan.reserved is not None
     torch.cuda.reset_peak_memory_stats()

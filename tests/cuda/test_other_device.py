@@ -56,7 +56,9 @@ class Tower(nn.Module):
 def test_what_is_drawn_again_is_drawn_from_the_same_state(runtime: str, by_name: bool, gives_host: bool) -> None:
     model, x = Tower(by_name=by_name, gives_host=gives_host).to("cuda:1"), torch.randn(2048, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0
-    planner.auto_wrap(model, x, activation_budget="50%", runtime=runtime, time_limit_seconds=1)
+    planner.auto_wrap(
+        model, x, budget=planner.Budget(activations="50%"), runtime=runtime, search=planner.Search(time_limit_seconds=1)
+    )
     model(x).backward()
     for _ in range(2):
         _seen.clear()

@@ -9,6 +9,7 @@ import torch
 
 import planner
 from benchmarks.blocks import built, counted
+from planner.common.options import grouped
 from tests.cuda import gpu
 from tests.tiers import tiered
 
@@ -34,10 +35,10 @@ def test_a_plan_says_what_is_asked_allocated_and_reserved(name: str, budget: str
     model, example = built(name, **MODELS[name])
     options = {"runtime": "graph", "time_limit_seconds": 1}
     try:
-        planner.auto_wrap(model, example_kwargs=example, budget=budget, **options)
+        planner.auto_wrap(model, example, **grouped(budget=budget, **options))
     except planner.errors.InfeasibleBudgetError as refusal:  # little of so small a model can be recomputed
         least = refusal.minimum_feasible_peak_bytes
-        planner.auto_wrap(model, example_kwargs=example, budget=least, **options)
+        planner.auto_wrap(model, example, **grouped(budget=least, **options))
     plan = planner.plan_of(model)
     seen = counted(model, example)
     assert plan.reserved is not None

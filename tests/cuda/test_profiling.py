@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from planner.capture import operands
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 from planner.measure import profiling
 from tests.cuda import gpu
 

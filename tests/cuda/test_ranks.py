@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 import planner
 from benchmarks.gpu_cases import Tower
+from planner.common.options import grouped
 from tests.cuda import gpu
 
 gpu.required()
@@ -37,7 +38,7 @@ def train(rank: int, kind: str, backend: str, folder: str) -> None:
         fully_shard(model, mesh=mesh, offload_policy=policy)
     ranks = {"data_parallel": "ddp", "ranks": RANKS} if kind == "ddp" else {}
     options = {"activation_budget": "60%", "time_limit_seconds": 1, "cost_model": "roofline", **ranks}
-    planner.auto_wrap(model, x, **options)
+    planner.auto_wrap(model, x, **grouped(**options))
     trained = nn.parallel.DistributedDataParallel(model, device_ids=[rank]) if kind == "ddp" else model
     for number in range(3 * MICRO_BATCHES):
         sends = number % MICRO_BATCHES == MICRO_BATCHES - 1

@@ -16,6 +16,7 @@ import planner
 from planner.capture.cudnn_stack import _dropout_states, _lie, _places, cudnn_rnn, dropout_state_bytes
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError
 from planner.session.step import fingerprint_of
 from tests.cuda import gpu
@@ -120,9 +121,9 @@ def test_what_is_asked_for_is_what_is_said(kind: str, options: Options, budget: 
     model, x = made(kind, options)
     searched: Options = {"time_limit_seconds": 1, "cost_model": "roofline"}
     try:
-        planner.auto_wrap(model, x, activation_budget=budget, **searched)
+        planner.auto_wrap(model, x, **grouped(activation_budget=budget, **searched))
     except InfeasibleBudgetError as refusal:
-        planner.auto_wrap(model, x, budget=refusal.minimum_feasible_peak_bytes, **searched)
+        planner.auto_wrap(model, x, **grouped(budget=refusal.minimum_feasible_peak_bytes, **searched))
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         model(x).backward()

@@ -11,6 +11,7 @@ from torch import nn
 
 import planner
 from benchmarks.gpu_cases import Tower
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError
 from tests.cuda import gpu
 
@@ -21,9 +22,9 @@ def wrapped(runtime: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
     model, x = Tower(256, 4).to("cuda"), torch.randn(8192, 256, device="cuda")
     options = {"runtime": runtime, "time_limit_seconds": 1, "deterministic": True, **options}
     try:
-        planner.auto_wrap(model, x, activation_budget="60%", **options)
+        planner.auto_wrap(model, x, **grouped(activation_budget="60%", **options))
     except InfeasibleBudgetError as refusal:
-        planner.auto_wrap(model, x, budget=refusal.minimum_feasible_peak_bytes, **options)
+        planner.auto_wrap(model, x, **grouped(budget=refusal.minimum_feasible_peak_bytes, **options))
     return model, x
 
 
@@ -97,5 +98,5 @@ def test_a_mask_is_looked_at_no_more_often_than_in_eager() -> None:
     in_eager = waits()
     given = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
     options: dict[str, Any] = {"runtime": "graph", "time_limit_seconds": 1, "cost_model": "roofline"}
-    planner.auto_wrap(model, example_kwargs=given, activation_budget="80%", **options)
+    planner.auto_wrap(model, given, **grouped(activation_budget="80%", **options))
     assert waits() <= in_eager

@@ -18,9 +18,10 @@ from torch import nn
 
 import planner
 from planner import zoo
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
 from planner.capture.joint import tensors_of
-from planner.capture.joint_capture import fake_mode
+from planner.common.options import grouped
 from planner.measure import cuda_workspace, devices
 from planner.session.step import LoweredStep, Options, captured, fingerprint_of, lower_as_run, plan_lowered
 from tests.cuda import gpu
@@ -192,15 +193,15 @@ def test_a_plan_travels_either_way(runtime: str, tmp_path: Path) -> None:
     name = devices.here(torch.device("cuda")).name
     for source, target in (("cpu", "cuda"), ("cuda", "cpu")):
         model, x = example(source)
-        plan = planner.plan(model, x, budget="100%", device=name, runtime=runtime, **OPTIONS)
+        plan = planner.plan(model, x, **grouped(budget="100%", device=name, runtime=runtime, **OPTIONS))
         plan.save(tmp_path / "step.plan")
         model, x = example(target)
         if target == "cuda":
-            planner.auto_wrap(model, x, plan=planner.Plan.load(tmp_path / "step.plan"))
+            planner.auto_wrap(model, x, budget=planner.Plan.load(tmp_path / "step.plan"))
             model(x).backward()
             taken = planner.plan_of(model)
         else:
-            taken = planner.plan(model, x, device=name, runtime=runtime, budget=plan.budget_bytes, **OPTIONS)
+            taken = planner.plan(model, x, **grouped(device=name, runtime=runtime, budget=plan.budget_bytes, **OPTIONS))
         assert taken.peak_bytes == plan.peak_bytes
         assert [row.operation for row in taken.operations] == [row.operation for row in plan.operations]
 
@@ -210,7 +211,13 @@ def test_a_profile_that_was_taken_on_the_gpu_serves_elsewhere() -> None:
     model, x = example("cuda")
     profile = planner.profile(model, x, time_limit_seconds=20)
     model, x = example("cpu")
-    plan = planner.plan(model, x, activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
+    plan = planner.plan(
+        model,
+        x,
+        budget=planner.Budget(activations="70%"),
+        target=planner.Target(name, profile=profile),
+        search=planner.Search(time_limit_seconds=1),
+    )
     options = Options.of({"device": name})
     step = lower_as_run(model, captured(model, Inputs.of(x), options), options)
     asked = {operation.signature for operation in step.lowered.graph.operations}

@@ -17,7 +17,7 @@ def test_a_control_is_run_where_bits_may_differ(strict: bool, monkeypatch: pytes
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products are refused without it
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()).to("cuda")
     x = torch.randn(256, 64, device="cuda")
-    plan = planner.plan(model, x, loss_fn=torch.sum, budget="100%", cost_model="roofline")
+    plan = planner.plan(model, x, budget="100%", target=planner.Target(cost_model="roofline"), loss_fn=torch.sum)
     torch.use_deterministic_algorithms(strict)
     try:
         found = planner.verify(model, x, plan, loss_fn=torch.sum, timed_steps=1)

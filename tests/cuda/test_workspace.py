@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from planner.capture.joint_capture import fake_mode
+from planner.capture.fake_internals import fake_mode
 from planner.measure import devices, workspace
 from planner.measure.cuda_workspace import allowance_bytes
 from tests.cuda import gpu
@@ -47,11 +47,11 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, strides: tuple[int, 
 def test_what_matrix_libraries_keep(name: str, settings: dict[str, str]) -> None:
     surroundings = {**os.environ, "FAKE_GPU": name, **settings}
     lines = [
-        "import torch; from planner.capture.operands import settle; from planner.measure import devices, libraries",
+        "import torch; from planner.capture.operands import settle; from planner.measure import cuda_settings, devices",
         "settle(torch.device('cuda')); spec = devices.here(torch.device('cuda'))",
         "blocks = [b for s in torch.cuda.memory_snapshot() for b in s['blocks'] if b['state'] == 'active_allocated']",
-        "assert sum(libraries.pieces(spec)) == spec.library_bytes",
-        "assert sorted(b['requested_size'] for b in blocks) == sorted(libraries.pieces(spec)), (blocks, spec)",
+        "assert sum(cuda_settings.pieces(spec)) == spec.library_bytes",
+        "assert sorted(b['requested_size'] for b in blocks) == sorted(cuda_settings.pieces(spec)), (blocks, spec)",
     ]
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], env=surroundings, cwd=root, check=True)

@@ -19,13 +19,27 @@ from torch.utils import checkpoint as checkpointing
 
 import cli
 import planner
+from planner.common.options import grouped
 from planner.diagnose.check import RULES
 from planner.errors import CaptureError
 from planner.findings.finding import Diagnosis, Severity
-from planner.zoo.modules import MixtureOfExperts
 
 ROOT = Path(__file__).parent.parent.parent
 X = (16, 8)
+
+
+class Routed(nn.Module):
+    """The weighted sum of two of four layers, all of which see every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best, index = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        weights = torch.zeros(len(x), 4).scatter(-1, index, best)
+        return sum(w.unsqueeze(-1) * expert(x) for expert, w in zip(self.experts, weights.unbind(-1), strict=True))
 
 
 class Trained(nn.Module):
@@ -188,7 +202,7 @@ TOKENS = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": torch.zer
 OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-dominates": {"optimizer": "adamw"},
     "loss-outside": {"loss_fn": lambda output: output.square().mean() if output.dim() else output},
-    "use-cache": {"example_kwargs": TOKENS},
+    "use-cache": {"inputs": TOKENS},
 }
 """What a rule's two examples are checked with, beside an input of 16 rows."""
 
@@ -210,8 +224,8 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(linear(), Region(linear(), nn.GELU(), **SELECTIVE)),
     ),
     "routing-recomputed": (
-        lambda: Trained(linear(), Region(MixtureOfExperts(8, 8, 4, chosen=2))),
-        lambda: Trained(Region(linear()), MixtureOfExperts(8, 8, 4, chosen=2)),
+        lambda: Trained(linear(), Region(Routed())),
+        lambda: Trained(Region(linear()), Routed()),
     ),
     "nested-checkpoints": (
         lambda: Trained(linear(), Region(linear(), Region(linear()))),
@@ -251,14 +265,14 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(*(nn.Sequential(linear(), nn.GELU()) for _ in range(6))),
     ),
     "attention-is-cheap-to-save": (lambda: Trained(Attending()), lambda: Trained(linear())),
-    "routing": (lambda: Trained(MixtureOfExperts(8, 8, 4, chosen=2)), lambda: Trained(linear())),
+    "routing": (lambda: Trained(Routed()), lambda: Trained(linear())),
 }
 """For each rule a model on which it fires, and a near one on which it does not."""
 
 
 def checked(model: nn.Module, **options: Any) -> Diagnosis:
-    inputs = None if "example_kwargs" in options else torch.randn(X)
-    return planner.check(model, inputs, **options)
+    inputs = options.pop("inputs", None) or torch.randn(X)
+    return planner.check(model, inputs, **grouped(**options))
 
 
 def rules(diagnosis: Diagnosis) -> set[str]:
@@ -274,7 +288,7 @@ def test_names_are_unique_and_kebab_case():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_fires_on_its_trouble_and_nowhere_else(rule: Any):
     fires, silent = EXAMPLES[rule.name]
-    options = OPTIONS.get(rule.name, {})
+    options = dict(OPTIONS.get(rule.name, {}))
     found = {finding.rule: finding for finding in checked(fires(), **options).findings}
     assert rule.name in found
     finding = found[rule.name]
@@ -468,6 +482,6 @@ def test_wrong_usage_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture
 def test_a_forward_that_fails_is_no_matter_of_the_capture() -> None:
     model = Trained(nn.Linear(8, 8))
     with pytest.raises(CaptureError, match="TypeError: "):
-        planner.check(model, torch.randn(X), example_kwargs={"y": 1})
+        planner.check(model, planner.Inputs.of(torch.randn(X), {"y": 1}))
     with pytest.raises(CaptureError, match=r"forward of Trained fails: RuntimeError"):
         planner.check(model, torch.randn(16, 9))

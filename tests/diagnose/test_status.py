@@ -15,7 +15,7 @@ from torch import nn
 
 import planner
 from planner.report import progress
-from planner.session.capture_progress import working
+from planner.session.capture_progress import log_progress
 from tests.models import Stack
 
 SCALARS = 256
@@ -55,7 +55,12 @@ def test_a_step_that_keeps_its_promise_is_what_was_promised() -> None:
 
 @pytest.mark.parametrize("runtime", ["auto", "modules", "regional"])
 def test_the_sizes_that_each_plan_covers_are_named(runtime: str) -> None:
-    model = planner.auto_wrap(Stack(6), activation_budget="1MiB", time_limit_seconds=1.0, runtime=runtime)
+    model = planner.auto_wrap(
+        Stack(6),
+        budget=planner.Budget(activations="1MiB"),
+        search=planner.Search(time_limit_seconds=1.0),
+        runtime=runtime,
+    )
     plans = {}
     for rows in (200, 64, 90, 300, 64):
         model(torch.randn(rows, 32)).backward()
@@ -121,7 +126,7 @@ def test_a_call_that_is_captured_anew_is_not_recorded() -> None:
 def test_each_plan_is_one_line_with_its_verdict(runtime: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
     model, x = Loss(), torch.randn(256, 64)
-    planner.plan(model, x, budget="90%", runtime=runtime, compare=False)
+    planner.plan(model, x, budget="90%", runtime=runtime, search=planner.Search(compare=False))
     planner.auto_wrap(model, budget="90%", runtime=runtime)
     for _ in range(2):
         model(x).backward()
@@ -140,7 +145,7 @@ def test_work_that_takes_long_is_told_in_lines(
     monkeypatch.setattr(progress, "QUICK_SECONDS", 0.01)
     with progress.shown(as_lines=True) as outer:
         time.sleep(0.05)
-        with working(Loss()):  # part of what is shown already
+        with log_progress(Loss()):  # part of what is shown already
             progress.tell("capturing")
         outer.count(3, 20)
     progress.tell("after the end")

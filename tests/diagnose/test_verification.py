@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
 from planner.diagnose import verification
 from planner.errors import UsageError
 
@@ -49,7 +49,7 @@ class Noisy(nn.Module):
 def test_a_plan_is_held_to_what_two_steps_without_it_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Noisy(), torch.randn(64, 16)
-    plan = planner.plan(model, x, budget="100%", compare=False)
+    plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     demanded = planner.verify(model, x, plan, timed_steps=1)
     assert demanded.control is None and not demanded.agrees
     monkeypatch.setattr(verification, "bits_may_differ", lambda device: True)
@@ -85,7 +85,7 @@ def test_a_wrapped_model_is_verified_and_stays_wrapped() -> None:
 def test_inside_a_profiler_a_step_cannot_be_measured() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(64, 16)
-    plan = planner.plan(model, x, budget="100%", compare=False)
+    plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     with torch.profiler.profile(), pytest.raises(UsageError, match="one is on already"):
         planner.verify(model, x, plan, timed_steps=1)
     assert planner.verify(model, x, plan, timed_steps=1).agrees
@@ -108,7 +108,7 @@ class Following(nn.Module):
 def test_steps_that_write_into_weights_and_inputs_all_begin_with_the_same() -> None:
     model, x = Following(), torch.randn(64, 16)
     before = [tensor.clone() for tensor in (*model.parameters(), x)]
-    plan = planner.plan(model, x, budget="100%", compare=False)
+    plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     assert planner.verify(model, x, plan, timed_steps=1).exact
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
 
@@ -127,7 +127,7 @@ class _Bag(nn.Module):
 def test_sparse_gradients_are_compared_too() -> None:
     torch.manual_seed(0)
     model, words = _Bag(), torch.randint(0, 200, (16, 5))
-    plan = planner.plan(model, words, budget="100%", compare=False)
+    plan = planner.plan(model, words, budget="100%", search=planner.Search(compare=False))
     proof = planner.verify(model, words, plan, timed_steps=1)
     assert proof.gradients_bitwise_equal
     assert 0 <= plan.peak_bytes - proof.peak_bytes < 256

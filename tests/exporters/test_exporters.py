@@ -31,11 +31,11 @@ from planner.capture.inputs import Inputs, run_backward
 from planner.capture.memory import measure_peak
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
+from planner.ir.checkpoints import forward_of, region_of
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.module_regions import forward_of, region_of
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import checkpointed_blocks
+from planner.plans.comparison import checkpointed_blocks
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import PlanOrigin
 from planner.zoo.modules import MiniGPT
@@ -78,7 +78,9 @@ def export(plan: planner.Plan, to: str, study: Study | None = None) -> Export:
 
 
 def plan_of(budget: str, study: Study = STUDY) -> planner.Plan:
-    return study.plan(budget=budget, solver="auto", time_limit_seconds=0.5, deterministic=True, compare=False)
+    return study.plan(
+        budget=budget, search=planner.Search("auto", time_limit_seconds=0.5, deterministic=True, compare=False)
+    )
 
 
 PLANS = {budget: plan_of(budget) for budget in ("100%", "80%", "60%")}
@@ -207,7 +209,9 @@ def test_layers_are_counted_only_in_one_row(to: str):
 
 def test_what_offloads_is_chosen_anew_and_what_is_in_chunks_is_refused():
     study = replace(STUDY, device=cost_models.device("h100"))
-    plan = study.plan(budget="75%", offload=True, host_budget="1GiB", time_limit_seconds=1.0)
+    plan = study.plan(
+        budget="75%", offload=planner.Offload(host_budget="1GiB"), search=planner.Search(time_limit_seconds=1.0)
+    )
     assert plan.offloading is not None and plan.offloading.values
     with pytest.raises(UsageError, match="the step is needed"):
         exporters.export(plan, to="jax")
@@ -373,7 +377,9 @@ def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 def exported() -> dict[str, Export]:
     model, inputs = gpt()
     study = planner.study(model, inputs, runtime="modules")
-    plan = planner.plan(model, inputs, budget="75%", time_limit_seconds=0.5, deterministic=True, compare=False)
+    plan = planner.plan(
+        model, inputs, budget="75%", search=planner.Search(time_limit_seconds=0.5, deterministic=True, compare=False)
+    )
     return {to: planner.export(plan, to=to, study=study) for to in (*NAMING, "deepspeed")}
 
 
@@ -496,7 +502,9 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     model.train()
     inputs = {"input_ids": torch.randint(128, (4, 64)), "labels": torch.randint(128, (4, 64))}
     study = planner.study(model, inputs, runtime="modules")
-    plan = planner.plan(model, inputs, budget="85%", time_limit_seconds=0.5, deterministic=True, compare=False)
+    plan = planner.plan(
+        model, inputs, budget="85%", search=planner.Search(time_limit_seconds=0.5, deterministic=True, compare=False)
+    )
     made = planner.export(plan, to="huggingface", study=study)
     assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 3
     checkpointed = run(made)["checkpoint_layers"](copy.deepcopy(model))
@@ -595,7 +603,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_command_refuses_what_cannot_be_expressed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    STUDY.plan(budget="52%", solver="sqrt", compare=False).save(tmp_path / "a.plan")
+    STUDY.plan(budget="52%", search=planner.Search("sqrt", compare=False)).save(tmp_path / "a.plan")
     monkeypatch.setattr("planner.commands._asked.working", lambda args: nullcontext((None, None)))
     monkeypatch.setattr("planner.commands._asked.ask_or_build", lambda *_, runtime, **__: STUDIES[runtime])
     monkeypatch.setattr("planner.commands._asked.check_model", lambda args: None)

@@ -15,7 +15,8 @@ import planner
 from planner.analysis.study import Study
 from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.random_states import RandomStates
+from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.ir.simulator import lifetimes, simulate
@@ -58,7 +59,7 @@ class Outcome:
 
 
 def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
-    """Try one model: a refusal by an error of ours is an outcome, everything else that raises a failure."""
+    """Hold one model to every promise: a refusal by an error of ours is an outcome, all else that raises a failure."""
     chosen = tuple(range(source.count(seed))) if blocks is None else tuple(blocks)
     rng = random.Random(f"budgets {seed}")
     text = source.write(seed, chosen)
@@ -67,10 +68,8 @@ def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
         runtime = "graph"  # under the other, the model's own checkpointing must be off
     outcome = Outcome(seed, runtime, chosen)
     torch._dynamo.reset()
-    make = source.load(text, f"fuzz_{seed}")
     try:
-        for failure in _Trial(make, rng, outcome).failures():
-            outcome.failures.append(failure)
+        outcome.failures += _Trial(source.load(text, f"fuzz_{seed}"), rng, outcome).failures()
     except PlannerError as error:
         outcome.refusal = f"{type(error).__name__}: {error}"
     except Exception:
@@ -138,16 +137,18 @@ class _Trial:
             if self.study is None:
                 model, inputs, loss_fn = self.make()
                 self.study = planner.study(model, inputs, loss_fn=loss_fn)
-            return self.study.plan(solver=solver, time_limit_seconds=SECONDS, **options)
+            return self.study.plan(**grouped(solver=solver, time_limit_seconds=SECONDS, **options))
         model, inputs, loss_fn = self.make()
         runtime = self.outcome.runtime
-        return planner.plan(model, inputs, loss_fn=loss_fn, runtime=runtime, time_limit_seconds=SECONDS, **options)
+        return planner.plan(
+            model, inputs, loss_fn=loss_fn, **grouped(runtime=runtime, time_limit_seconds=SECONDS, **options)
+        )
 
     def steps(self, plan: Plan | None) -> tuple[StepResult, int]:
         """Take a step to get ready and one that is looked at, each from the same state."""
         model, inputs, loss_fn = self.make()
         if plan is not None:
-            planner.auto_wrap(model, plan=plan, loss_fn=loss_fn, runtime=plan.runtime)
+            planner.auto_wrap(model, budget=plan, runtime=plan.runtime, loss_fn=loss_fn)
 
         def step() -> Any:
             outputs = model(*inputs)
@@ -212,7 +213,7 @@ def _result(model: torch.nn.Module, inputs: Sequence[Any], outputs: Any) -> Step
     )
 
 
-def smaller(outcome: Outcome, check: Callable[..., Outcome] = check) -> Outcome:
+def smaller(outcome: Outcome) -> Outcome:
     """Leave out blocks of a failing model for as long as it fails in the same way."""
     kinds = {failure.kind for failure in outcome.failures}
     for block in outcome.blocks:

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib import import_module
 from typing import Any
+
+from tests.fuzz import source
 
 MODELS_PER_PROCESS = 250
 """Dynamo keeps what it compiled: a process makes room after so many."""
@@ -27,21 +28,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first; the others follow")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further model after so long")
-    parser.add_argument("--sizes", action="store_true", help="hold captures with symbols against plain ones instead")
     parser.add_argument("--json", metavar="FILE", help="write what came out")
     parser.add_argument("--show", action="store_true", help="print the source of the models, and check none")
     chosen = parser.parse_args()
     seeds = range(chosen.seed, chosen.seed + chosen.models)
     if chosen.show:
-        from tests.fuzz import source
-
         for seed in seeds:
             print(f"# seed {seed}\n{source.write(seed)}")
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begun, outcomes = time.monotonic(), []
-    what = "sizes" if chosen.sizes else "check"
-    for outcome, text in _checked(seeds, chosen.jobs, begun + 60 * chosen.minutes, what):
+    for outcome, text in _checked(seeds, chosen.jobs, begun + 60 * chosen.minutes):
         outcomes.append(outcome)
         if text:
             print(text, flush=True)
@@ -55,12 +52,14 @@ def main() -> int:
     return 1 if summary["failed"] else 0
 
 
-def _checked(seeds: Iterable[int], jobs: int, until: float, what: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _checked(seeds: Iterable[int], jobs: int, until: float) -> Iterator[tuple[dict[str, Any], str]]:
     """Check models in processes; where one dies, the first that has not ended is tried alone, to know which it was."""
+    from tests.fuzz.check import Failure, Outcome
+
     left = list(seeds)
     while left:
         with _processes(jobs) as pool:
-            tasks = [(seed, pool.submit(_check, seed, until, what)) for seed in left]
+            tasks = [(seed, pool.submit(_check, seed, until)) for seed in left]
             try:
                 for _, task in tasks:
                     yield task.result()
@@ -68,20 +67,14 @@ def _checked(seeds: Iterable[int], jobs: int, until: float, what: str) -> Iterat
                 return
             except BrokenProcessPool:
                 pass
-        yield _alone(left.pop(0), until, what)
-
-
-def _alone(seed: int, until: float, what: str) -> tuple[dict[str, Any], str]:
-    with _processes(1) as pool:
-        try:
-            return pool.submit(_check, seed, until, what).result()
-        except BrokenProcessPool as error:
-            from tests.fuzz import source
-            from tests.fuzz.check import Failure, Outcome
-
-            failure = Failure("process died", str(error))
-            outcome = Outcome(seed, "", tuple(range(source.count(seed))), [failure])
-            return dataclasses.asdict(outcome), f"\nseed {seed}: its process died\n{source.write(seed)}"
+        seed = left.pop(0)
+        with _processes(1) as pool:
+            try:
+                alone = pool.submit(_check, seed, until).result()
+            except BrokenProcessPool as error:
+                outcome = Outcome(seed, "", tuple(range(source.count(seed))), [Failure("process died", str(error))])
+                alone = dataclasses.asdict(outcome), f"\nseed {seed}: its process died\n{source.write(seed)}"
+        yield alone
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
@@ -89,7 +82,7 @@ def _processes(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=MODELS_PER_PROCESS)
 
 
-def _check(seed: int, until: float, what: str) -> tuple[dict[str, Any], str]:
+def _check(seed: int, until: float) -> tuple[dict[str, Any], str]:
     if time.monotonic() > until:
         return {"seed": seed, "skipped": True}, ""
     import logging
@@ -97,22 +90,19 @@ def _check(seed: int, until: float, what: str) -> tuple[dict[str, Any], str]:
 
     import torch
 
-    from tests.fuzz import source
-    from tests.fuzz.check import smaller
+    from tests.fuzz.check import check, smaller
 
-    check = import_module(f"tests.fuzz.{what}").check
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     outcome = check(seed)
     if not outcome.failures:
         return dataclasses.asdict(outcome), ""
-    least = smaller(outcome, check) if any(f.kind != "peak below prediction" for f in outcome.failures) else outcome
+    least = smaller(outcome) if any(f.kind != "peak below prediction" for f in outcome.failures) else outcome
     lines = [f"seed {seed}, blocks {least.blocks} of {outcome.blocks}, runtime {least.runtime}"]
     lines += [f"{failure.kind}: {failure.detail}" for failure in least.failures]
-    return dataclasses.asdict(least), "\n".join(
-        ["", *lines, source.write(seed, least.blocks, any_batch=what == "sizes")]
-    )
+    text = source.write(seed, least.blocks)
+    return dataclasses.asdict(least), "\n".join(["", *lines, text])
 
 
 def _summary(outcomes: list[dict[str, Any]], first: int, seconds: float) -> dict[str, Any]:

@@ -66,7 +66,7 @@ _SIZES = (
 _DTYPES = ("float32",) * 8 + ("bfloat16", "float64")
 
 
-def write(seed: int, blocks: Sequence[int] | None = None, *, any_batch: bool = False) -> str:
+def write(seed: int, blocks: Sequence[int] | None = None) -> str:
     """Write the module that a seed stands for.
 
     Parameters
@@ -74,8 +74,6 @@ def write(seed: int, blocks: Sequence[int] | None = None, *, any_batch: bool = F
     seed : int
     blocks : sequence of int, optional
         Only these of its blocks, by number: what is left when a failure is made smaller.
-    any_batch : bool
-        Whether the model asks its input how large the batch is, and has no number for it.
 
     Returns
     -------
@@ -89,11 +87,9 @@ def write(seed: int, blocks: Sequence[int] | None = None, *, any_batch: bool = F
     gradient = rng.choice(("", "", ".requires_grad_()"))
     settings = rng.choice(("", "", "", "", "", ".eval()")) + (f".to(torch.{dtype})" if dtype != "float32" else "")
     chosen = range(count(seed)) if blocks is None else blocks
-    called = sizes | {"B": "x.shape[0]"} if any_batch else sizes
-    lines = [_block(seed, number, sizes, called) for number in chosen]
-    end_init, end = (_fill(text, rng, known) for text, known in zip(rng.choice(ENDS), (sizes, called), strict=True))
-    given = sizes | {"B": "output.shape[0]"} if any_batch else sizes
-    loss = _fill(rng.choice(LOSSES), rng, given) if end.startswith("LOSS ") else "None"
+    lines = [_block(seed, number, sizes) for number in chosen]
+    end_init, end = (_fill(text, rng, sizes) for text in rng.choice(ENDS))
+    loss = _fill(rng.choice(LOSSES), rng, sizes) if end.startswith("LOSS ") else "None"
     lines.append((end_init, end.removeprefix("LOSS ")))
     return (
         _IMPORTS.lstrip()
@@ -126,13 +122,13 @@ def load(source: str, name: str) -> Callable[[], Any]:
     return make
 
 
-def _block(seed: int, number: int, sizes: dict[str, Any], called: dict[str, Any]) -> tuple[str, str]:
+def _block(seed: int, number: int, sizes: dict[str, Any]) -> tuple[str, str]:
     # A generator of its own for each block: it stays what it is when others are left out.
     rng = random.Random(f"block {seed} {number}")
     kinds = sorted(BLOCKS)
     (kind,) = rng.choices(kinds, [RARE.get(kind, 1.0) for kind in kinds])
     init, forward = rng.choice(BLOCKS[kind])
-    return _fill(init, rng, sizes | {"i": number}), _fill(forward, rng, called | {"i": number})
+    return _fill(init, rng, sizes | {"i": number}), _fill(forward, rng, sizes | {"i": number})
 
 
 def _fill(text: str, rng: random.Random, sizes: dict[str, Any]) -> str:

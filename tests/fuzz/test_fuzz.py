@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fuzz import sizes, source
+from tests.fuzz import source
 from tests.fuzz.check import check
 from tests.tiers import tiered
 
@@ -31,13 +31,6 @@ def test_a_random_model_keeps_every_promise(seed: int) -> None:
     outcome = check(seed)
     assert not outcome.failures, f"{outcome}\n{source.write(seed)}"
     assert not outcome.invalid
-
-
-@pytest.mark.parametrize("seed", tiered((1, 5, 11, 14, 16), quick=(14,)))
-def test_a_random_model_is_at_each_size_what_a_capture_of_that_size_says(seed: int) -> None:
-    outcome = sizes.check(seed)
-    assert not outcome.failures, f"{outcome}\n{source.write(seed, any_batch=True)}"
-    assert outcome.plans == len(sizes.BATCHES)
 
 
 @pytest.mark.parametrize("seed", FOUND)

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from planner.ir.fused import fused
 from planner.ir.graph import Phase, TrainingGraph
-from planner.ir.in_place import InPlace
+from planner.ir.in_place import InPlace, fused
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from tests.example_graphs import Builder

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 import planner
 from cost_models.measured import Measurement
 from planner.capture import fake_mode
-from planner.commands.cache import COMMAND as CACHE
+from planner.commands import commands
 from planner.common import cache_folder
+from planner.common.options import grouped
 from planner.measure import costing, devices, profiling, timing_cache, workspace
 from planner.session import step as step_module
 from tests.models import WIDTH, Stack
@@ -48,7 +49,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def study(**options: Any) -> planner.Study:
-    return planner.study(Stack(), torch.randn(64, WIDTH), **options)
+    return planner.study(Stack(), torch.randn(64, WIDTH), **grouped(**options))
 
 
 def seconds(step: planner.Study) -> list[float]:
@@ -68,7 +69,7 @@ def test_elsewhere_it_is_the_roofline() -> None:
 
 
 def test_a_plan_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", deterministic=True)
+    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", search=planner.Search(deterministic=True))
     assert plan.cost_model == "roofline"
 
 
@@ -128,19 +129,6 @@ def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> 
     assert scaled and all(row[1] == pytest.approx(scale * row[2]) for row in scaled)
 
 
-def test_what_writes_over_an_input_costs_what_its_form_in_place_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget(monkeypatch)
-    times = {"aten.gelu.default": 5.0, "aten.gelu.out": 3.0, "aten.relu.default": 5.0, "aten.relu_.default": 2.0}
-    monkeypatch.setattr(
-        profiling, "_time", lambda node, *_: Measurement(seconds=times.get(str(node.target), 0.25), runs=2)
-    )
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
-    step = planner.study(model, torch.randn(512, 64), loss_fn=torch.sum)
-    joined = [cost.seconds for operation, cost in zip(step.graph.operations, step.costs, strict=True) if operation.then]
-    assert joined and all(seconds in (0.5, 2.25) for seconds in joined) and 2.25 in joined
-    assert 5.0 not in seconds(step)
-
-
 @pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
 def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
     timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
@@ -179,7 +167,8 @@ def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixt
     timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
     assert json.loads(next(folder.glob("*.json")).read_text())["place"] == "here"
     for clear in (False, True, False):
-        CACHE.run(argparse.Namespace(clear=clear))
+        (cache,) = (command for command in commands() if command.name == "cache")
+        cache.run(argparse.Namespace(clear=clear))
     shown, removed, empty = capsys.readouterr().out.splitlines()
     assert "of measured times, kept in" in shown and "removed from" in removed and "and 0 B of measured" in empty
 
@@ -194,7 +183,7 @@ def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(monkey
 
     monkeypatch.setattr(profiling, "_time", time)
     model, x = Stack(), torch.randn(64, WIDTH)
-    plan = planner.plan(model, x, budget="1GiB", runtime="inductor", compare=False)
+    plan = planner.plan(model, x, budget="1GiB", runtime="inductor", search=planner.Search(compare=False))
     assert plan.cost_model == "measured"
     alone = [target for target in ran if not target.startswith(("aten.mm.", "aten.addmm."))]
     assert ran and len(alone) <= 1
@@ -208,6 +197,6 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
 
 
 def test_a_curve_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    ask = {"points": 2, "deterministic": True, "time_limit_seconds": 1.0}
-    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **ask).cost_model == "roofline"
+    ask = {"budgets": 2, "deterministic": True, "time_limit_seconds": 1.0}
+    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **grouped(**ask)).cost_model == "roofline"
     assert study(deterministic=True).origin.cost_model == "roofline"

@@ -22,7 +22,13 @@ def test_inside_a_kernel_nothing_goes_to_memory(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(costing, "fused_costs", fused)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    planner.plan(model, torch.randn(128, 64), budget="1GiB", runtime="inductor", compare=False, time_limit_seconds=1.0)
+    planner.plan(
+        model,
+        torch.randn(128, 64),
+        budget="1GiB",
+        runtime="inductor",
+        search=planner.Search(compare=False, time_limit_seconds=1.0),
+    )
     lowered, alone, written, spec, _scale, together = seen[0]
     operations = lowered.graph.operations
     by_target = {operation.target: index for index, operation in reversed([*enumerate(operations)])}

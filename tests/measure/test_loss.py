@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from tests.models import Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 
@@ -58,7 +59,7 @@ def test_what_needs_data_is_planned(build: Callable[[], nn.Module], loss_fn: Any
     model.load_state_dict(plain.state_dict())
     x = rows(512)
     before = torch.get_rng_state()
-    planner.auto_wrap(model, x, loss_fn=loss_fn, **BUDGET)
+    planner.auto_wrap(model, x, loss_fn=loss_fn, **grouped(**BUDGET))
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(train(plain, x, loss_fn), train(model, x, loss_fn), 1e-6)
     if build is not Forces:

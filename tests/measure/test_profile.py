@@ -17,6 +17,7 @@ import cli
 import planner
 from cost_models.measured import Measurement, Profile, differ_in_batch_only
 from planner.capture import fake_mode, operands
+from planner.common.options import grouped
 from planner.errors import ProfileFileError, ProfileMismatchError, UsageError
 from planner.measure import profiling
 
@@ -40,7 +41,7 @@ def profile() -> Profile:
 
 
 def planned(profile: Profile | None, batch: int = BATCH, **options: Any) -> planner.Plan:
-    return planner.plan(Net(), torch.randn(batch, 64), activation_budget="80%", profile=profile, **options)
+    return planner.plan(Net(), torch.randn(batch, 64), **grouped(activation_budget="80%", profile=profile, **options))
 
 
 def test_what_repeats_is_measured_once(profile: Profile) -> None:
@@ -93,10 +94,12 @@ def test_a_measured_plan_is_applied_without_measuring_again(
 ) -> None:
     torch.manual_seed(0)
     model, path = Net(), tmp_path / "plan.json"
-    plan = planner.plan(model, torch.randn(BATCH, 64), activation_budget="80%", profile=profile)
+    plan = planner.plan(
+        model, torch.randn(BATCH, 64), budget=planner.Budget(activations="80%"), target=planner.Target(profile=profile)
+    )
     plan.save(path)
     monkeypatch.setattr(profiling, "measure", None)
-    wrapped = planner.auto_wrap(model, plan=planner.Plan.load(path))
+    wrapped = planner.auto_wrap(model, budget=planner.Plan.load(path))
     wrapped(torch.randn(BATCH, 64)).backward()
     used = planner.plan_of(wrapped)
     assert used is not None
@@ -111,7 +114,12 @@ def test_another_batch_is_scaled_and_says_so(profile: Profile) -> None:
 
 def test_another_step_device_or_version_is_refused(profile: Profile) -> None:
     with pytest.raises(ProfileMismatchError, match="another step"):
-        planner.plan(Net(depth=3), torch.randn(2 * BATCH, 64), activation_budget="80%", profile=profile)
+        planner.plan(
+            Net(depth=3),
+            torch.randn(2 * BATCH, 64),
+            budget=planner.Budget(activations="80%"),
+            target=planner.Target(profile=profile),
+        )
     with pytest.raises(ProfileMismatchError, match="profile is of cpu, the plan for h100"):
         planned(profile, device="h100")
     with pytest.raises(ProfileMismatchError, match=r"torch 1\.0"):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import cost_models
 import planner
-from planner.common.options import Training
+from planner.common.options import Training, grouped
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.measure.optimizers import optimizer_memory
 from planner.measure.resident import static_memory
@@ -59,7 +59,7 @@ def test_what_is_there_without_an_optimizer() -> None:
 
 
 def test_mixed_precision_with_master_weights() -> None:
-    found = around(Training(optimizer="adamw", master_weights=True, gradient_accumulation=True), dtype=torch.bfloat16)
+    found = around(Training("adamw", master_weights=True, gradient_accumulation=True), dtype=torch.bfloat16)
     half = BLOCKS * BLOCK_BYTES // 2 + BLOCK_BYTES // 2 + 512
     assert found.static_bytes["parameters"] == found.static_bytes["gradients"] == half
     assert found.static_bytes["master weights"] == WHOLE_BYTES
@@ -84,8 +84,14 @@ def test_fsdp2_shards_and_gathers() -> None:
 
 def test_fsdp2_spreads_gradients() -> None:
     x = torch.randn(BATCH, WIDTH)
-    alone = planner.plan(Net(), x, activation_budget="100%", device="a100-80")
-    shared = planner.plan(Net(), x, activation_budget="100%", device="a100-80", data_parallel="fsdp2", ranks=8)
+    alone = planner.plan(Net(), x, budget=planner.Budget(activations="100%"), target="a100-80")
+    shared = planner.plan(
+        Net(),
+        x,
+        budget=planner.Budget(activations="100%"),
+        target="a100-80",
+        training=planner.Training(data_parallel="fsdp2", ranks=8),
+    )
     left = [plan.optimizer_peak_bytes - plan.total_static_bytes for plan in (alone, shared)]  # gradients, and the loss
     assert left == [WHOLE_BYTES + 512, (BLOCKS + 1) * BLOCK_BYTES // 8 + 512 + 512]
 
@@ -112,7 +118,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Training(**options)
     with pytest.raises(UsageError, match=message):
-        planner.plan(Net(), torch.randn(BATCH, WIDTH), budget="100%", **options)
+        planner.plan(Net(), torch.randn(BATCH, WIDTH), **grouped(budget="100%", **options))
 
 
 def test_agrees_with_accelerates_estimate_on_the_parts_that_it_knows() -> None:
@@ -123,7 +129,7 @@ def test_agrees_with_accelerates_estimate_on_the_parts_that_it_knows() -> None:
     model_bytes, _ = modeling.calculate_maximum_sizes(model)
     theirs = estimate.estimate_training_usage(model_bytes, "float32")
     plan = planner.plan(
-        model, torch.randn(8, 256), loss_fn=lambda y: y.sum(), budget="1GiB", optimizer="adam", device="a100-80"
+        model, torch.randn(8, 256), budget="1GiB", training="adam", target="a100-80", loss_fn=lambda y: y.sum()
     )
     assert plan.static_bytes["parameters"] == theirs["model"]
     assert plan.static_bytes["optimizer"] == theirs["optimizer"]
@@ -150,7 +156,7 @@ class Wide(nn.Module):
 
 def test_the_optimizers_step_can_be_the_larger_peak() -> None:
     model, x = Wide(), torch.randn(64, 512)
-    free = planner.plan(model, x, budget="1GiB", optimizer="adamw", device="a100-80")
+    free = planner.plan(model, x, budget="1GiB", training="adamw", target="a100-80")
     memory = optimizer_memory(model, "adamw", alignment_bytes=512, device_kind="cuda")
     parameters = free.static_bytes["parameters"]
     assert free.optimizer_step_bytes == memory.step_bytes == parameters
@@ -161,23 +167,23 @@ def test_the_optimizers_step_can_be_the_larger_peak() -> None:
     assert planner.Plan.from_json(free.to_json()) == free
 
     with pytest.raises(InfeasibleBudgetError, match="bound by the optimizer's step") as caught:
-        planner.plan(model, x, budget=free.optimizer_peak_bytes - 1, optimizer="adamw", device="a100-80")
+        planner.plan(model, x, budget=free.optimizer_peak_bytes - 1, training="adamw", target="a100-80")
     assert caught.value.minimum_feasible_peak_bytes == free.optimizer_peak_bytes and caught.value.is_proven
-    smallest = planner.plan(model, x, budget=free.optimizer_peak_bytes, optimizer="adamw", device="a100-80")
+    smallest = planner.plan(model, x, budget=free.optimizer_peak_bytes, training="adamw", target="a100-80")
     assert smallest.whole_step_peak_bytes <= smallest.budget_bytes
 
 
 def test_a_plan_whose_optimizer_peaks_higher_is_verified_and_not_taken_below_that_peak() -> None:
     model, x = Wide(), torch.randn(64, 512)
-    plan = planner.plan(model, x, budget="1GiB", optimizer="adamw")
-    free = planner.plan(model, x, budget="1GiB", optimizer="adamw", device="a100-80")
+    plan = planner.plan(model, x, budget="1GiB", training="adamw")
+    free = planner.plan(model, x, budget="1GiB", training="adamw", target="a100-80")
     assert free.optimizer_peak_bytes > free.baseline_peak_bytes
     high = dataclasses.replace(
         plan, optimizer_step_bytes=free.optimizer_step_bytes, optimizer_peak_bytes=plan.peak_bytes + 2**24
     )
     assert planner.verify(model, x, high, timed_steps=1).exact
     with pytest.raises(InfeasibleBudgetError, match="the optimizer's step"):
-        planner.auto_wrap(model, x, plan=high, budget=plan.peak_bytes + 64, replan=True)
+        planner.auto_wrap(model, x, budget=planner.Budget(plan.peak_bytes + 64, plan=high, replan=True))
 
 
 def test_measured_against_a_whole_training_step() -> None:
@@ -185,9 +191,9 @@ def test_measured_against_a_whole_training_step() -> None:
     from planner.capture.memory import measure_peak
 
     model, x = Wide(), torch.randn(64, 512)
-    plan = planner.plan(model, x, budget="1GiB", optimizer="adamw")
+    plan = planner.plan(model, x, budget="1GiB", training="adamw")
     optimizer = torch.optim.AdamW(model.parameters())
-    planner.auto_wrap(model, plan=plan)
+    planner.auto_wrap(model, budget=plan)
 
     def step() -> None:
         loss = model(x)

@@ -19,6 +19,7 @@ from torch import fx, nn
 import planner
 from planner.capture import fake_mode
 from planner.capture.memory import measure_peak
+from planner.common.options import grouped
 from planner.measure import workspace
 from tests.tiers import tiered
 
@@ -107,13 +108,17 @@ def assert_peak_is_as_predicted(model: nn.Module, x: torch.Tensor, autocast: boo
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_is_seen_while_the_model_is_traced(autocast: bool) -> None:
-    model = planner.auto_wrap(Blocks(), activation_budget="60%", time_limit_seconds=1.0)
+    model = planner.auto_wrap(
+        Blocks(), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     assert_peak_is_as_predicted(model, data(), autocast)
 
 
 @pytest.mark.parametrize("solver", tiered(["sqrt", "chain-dp"], slow=["chain-dp"]))
 def test_the_state_of_the_generator_is_counted_where_random_operations_run_again(solver: str) -> None:
-    model = planner.auto_wrap(Blocks(4), activation_budget="60%", solver=solver, time_limit_seconds=1.0)
+    model = planner.auto_wrap(
+        Blocks(4), budget=planner.Budget(activations="60%"), search=planner.Search(solver, time_limit_seconds=1.0)
+    )
     assert_peak_is_as_predicted(model, data())
     again = itertools.chain(*planner.plan_of(model).recomputations.values())
     assert any("native_dropout" in operation for operation in again)
@@ -127,19 +132,21 @@ def test_the_state_of_the_generator_is_counted_where_random_operations_run_again
     ),
 )
 def test_losses_keep_the_memory_that_their_kernels_keep(loss: Callable[..., torch.Tensor]) -> None:
-    model = planner.auto_wrap(Reconstruction(loss), activation_budget="100%")
+    model = planner.auto_wrap(Reconstruction(loss), budget=planner.Budget(activations="100%"))
     assert_peak_is_as_predicted(model, data(512))
 
 
 def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
-    model = planner.auto_wrap(Recurrent(), activation_budget="100%")
+    model = planner.auto_wrap(Recurrent(), budget=planner.Budget(activations="100%"))
     assert_peak_is_as_predicted(model, data())
 
 
 @pytest.mark.parametrize("shift", [0.0, 9.0])
 def test_groups_may_be_of_any_size(shift: float) -> None:
     x = data() + shift * (torch.arange(WIDTH) == 1)  # with a shift all rows are of one group
-    model = planner.auto_wrap(Experts(), activation_budget="100%", time_limit_seconds=1.0)
+    model = planner.auto_wrap(
+        Experts(), budget=planner.Budget(activations="100%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     model(x).backward()
     model.zero_grad()
     plan = planner.plan_of(model)
@@ -150,11 +157,11 @@ def test_groups_may_be_of_any_size(shift: float) -> None:
 def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
     asked = {"activation_budget": "60%", "deterministic": True, "time_limit_seconds": 0.25, "compare": False}
-    expected = planner.plan(copy.deepcopy(model), data(), **asked)
+    expected = planner.plan(copy.deepcopy(model), data(), **grouped(**asked))
     workspace._known.clear()
     minutes = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 60.0 * next(minutes))
-    plan = planner.plan(model, data(), **asked)
+    plan = planner.plan(model, data(), **grouped(**asked))
     assert (plan.peak_bytes, plan.recomputations) == (expected.peak_bytes, expected.recomputations)
     assert "workspace-unseen" not in {warning.rule for warning in plan.warnings}
 
@@ -162,7 +169,7 @@ def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("effort", [{"seconds": 0.0}, {"operation_bytes": 0}])
 def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dict[str, float]) -> None:
     monkeypatch.setattr(workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
-    plan = planner.plan(Blocks(4), data(), activation_budget="60%", solver="sqrt")
+    plan = planner.plan(Blocks(4), data(), budget=planner.Budget(activations="60%"), search="sqrt")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
     assert "aten." in warning.evidence and warning.is_problem
 
@@ -194,8 +201,8 @@ def test_a_profile_that_saw_less_hides_nothing() -> None:
     model = Blocks()
     made = planner.profile(model, data(), time_limit_seconds=5.0)
     blind = replace(made, measurements={s: replace(m, workspace_bytes=0) for s, m in made.measurements.items()})
-    plan = planner.plan(model, data(), activation_budget="100%", profile=blind)
-    assert plan.peak_bytes == planner.plan(model, data(), activation_budget="100%").peak_bytes
+    plan = planner.plan(model, data(), budget=planner.Budget(activations="100%"), target=planner.Target(profile=blind))
+    assert plan.peak_bytes == planner.plan(model, data(), budget=planner.Budget(activations="100%")).peak_bytes
 
 
 def test_what_inductor_writes_itself_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +214,8 @@ def test_what_inductor_writes_itself_is_not_run(monkeypatch: pytest.MonkeyPatch)
         return on_cpu(nodes, device)
 
     monkeypatch.setattr(workspace, "_on_cpu", seen)
-    planner.plan(Blocks(), torch.randn(ROWS, WIDTH), budget="1GiB", runtime="inductor", compare=False)
+    planner.plan(
+        Blocks(), torch.randn(ROWS, WIDTH), budget="1GiB", runtime="inductor", search=planner.Search(compare=False)
+    )
     assert {"aten.mm.default", "aten.addmm.default", "aten.native_dropout.default"} <= ran
     assert not {name for name in ran if name.startswith(("aten.add.", "aten.mul.", "prims."))}

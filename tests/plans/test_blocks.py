@@ -11,9 +11,10 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
-from planner.plans import blocks
-from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
+from planner.plans import planning
+from planner.plans.allocator import whole_peak_bytes
 from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.planning import solved_in_blocks
 from planner.plans.reuse import take_over
 from planner.solving import lowest_known
 from tests.example_graphs import Builder
@@ -92,7 +93,7 @@ def test_of_two_plans_with_one_peak_the_one_that_an_error_spoke_of_is_taken(monk
     known = Schedule.keep_all(graph)
     found, budget = Schedule(order=known.order), make_problem(graph, costs, budget=2**40).baseline.peak_bytes
     problem = Problem(graph=graph, costs=costs, budget_bytes=budget)
-    monkeypatch.setattr(blocks, "whole_peak_bytes", lambda _p, schedule, _m: budget + (schedule is not known) * MIB)
+    monkeypatch.setattr(planning, "whole_peak_bytes", lambda _p, schedule, _m: budget + (schedule is not known) * MIB)
 
     def solve(asked: Problem) -> Solution:
         return Solution.simulated(problem.evaluate(found), found, "stub")

@@ -10,7 +10,7 @@ from planner.common.limits import Clock, SolveLimits
 from planner.findings.finding import Finding
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.plans.gap import gap_finding, price_finding
+from planner.plans.from_solution import gap_finding, price_finding
 from planner.solvers import solve
 from planner.solving.incumbent import Incumbent
 from tests.oracle import gpt_like, resnet_like

@@ -27,7 +27,7 @@ from planner.ir.layers import collapse, find_layers
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
-from planner.plans.baselines import every_nth_layer
+from planner.plans.comparison import every_nth_layer
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.liveness import anatomy_of_peak, placement
 from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin, Verification

@@ -62,7 +62,7 @@ def test_a_plan_of_another_model_is_refused(name: str) -> None:
     other = schema1.model()
     other.blocks[1].rise = nn.Linear(schema1.WIDTH, 4 * schema1.WIDTH, bias=False)
     with pytest.raises(PlanMismatchError):
-        planner.auto_wrap(other, schema1.inputs(), plan=load(name))
+        planner.auto_wrap(other, schema1.inputs(), budget=load(name))
 
 
 def fields(data: Any, path: str = "") -> Iterator[str]:
@@ -100,7 +100,13 @@ def without_wording(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_profile_is_planned_with() -> None:
     profile = planner.load_profile(FILES / "toy.profile")
-    plan = planner.plan(schema1.model(), schema1.inputs(), budget="100%", profile=profile, compare=False)
+    plan = planner.plan(
+        schema1.model(),
+        schema1.inputs(),
+        budget="100%",
+        target=planner.Target(profile=profile),
+        search=planner.Search(compare=False),
+    )
     assert plan.cost_model == "measured" and profile.model == "toy"
 
 
@@ -108,4 +114,6 @@ def test_a_device_is_planned_for() -> None:
     path = FILES / "device.json"
     device = device_file.load(path)
     assert json.loads(path.read_text(encoding="utf-8")) == {"schema": 1, **asdict(device)}
-    assert planner.plan(schema1.model(), schema1.inputs(), budget="100%", device=str(path), compare=False).device
+    assert planner.plan(
+        schema1.model(), schema1.inputs(), budget="100%", target=str(path), search=planner.Search(compare=False)
+    ).device

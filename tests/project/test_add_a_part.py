@@ -60,14 +60,14 @@ def listed(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> bo
 
 def test_a_solver(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-solver.md", solvers, "greedy")
-    plan = planner.plan(net(), X, budget="80%", solver="greedy")
+    plan = planner.plan(net(), X, budget="80%", search="greedy")
     assert plan.solver == "greedy" and plan.recomputations and plan.peak_bytes <= plan.budget_bytes
     assert listed("greedy", capsys, *PLAN, "--solver")
 
 
 def test_a_cost_model(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-cost-model.md", cost_models, "traffic")
-    assert planner.plan(net(), X, budget="80%", cost_model="traffic").cost_model == "traffic"
+    assert planner.plan(net(), X, budget="80%", target=planner.Target(cost_model="traffic")).cost_model == "traffic"
     assert listed("traffic", capsys, *PLAN, "--cost-model")
 
 
@@ -82,14 +82,14 @@ def test_a_runtime(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_exporter(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-an-exporter.md", exporters, "lines")
     step = planner.study(net(), X, runtime="modules")
-    export = planner.export(step.plan(activation_budget="85%"), to="lines", study=step)
+    export = planner.export(step.plan(budget=planner.Budget(activations="85%")), to="lines", study=step)
     assert export.text.splitlines()[-1].startswith("- ")
     assert listed("lines", capsys, "export", "minigpt", str(GRAPH_PLAN), "--to")
 
 
 def test_a_strategy(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-strategy.md", strategies, "first_half")
-    assert planner.plan(net(), X, strategy="first-half").solver == "first-half"
+    assert planner.plan(net(), X, budget=planner.Budget(strategy="first-half")).solver == "first-half"
     assert listed("first-half", capsys, *PLAN, "--strategy")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import os
@@ -24,27 +23,20 @@ pytest.importorskip("transformers")
 import planner
 from benchmarks import (
     capture,
-    cases,
     common,
     compare,
     comparison,
     coverage,
-    exactness,
     full_save,
     gpu,
-    kernels,
-    levers,
     libraries,
-    partitioner,
     peers,
-    runtimes,
     sizes,
     splits,
     trial,
 )
 from benchmarks.libraries import architectures
 from planner.errors import UsageError
-from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
 from tests.models import Stack, rows
 
@@ -56,68 +48,6 @@ def _results(path: Path) -> dict[str, Any]:
     assert {"benchmark", "command", "date", "torch", "python", "threads", "cpus"} <= result.keys()
     assert str(path) not in path.read_text() + path.with_suffix(".md").read_text()
     return result
-
-
-@pytest.mark.slow
-def test_exactness_runs_real_steps_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "exactness.json"
-    arguments = ["--models", "minimind-26m", *TINY, "--budgets", "10", "--steps", "1", "--json", str(file)]
-    assert exactness.main(arguments) == 0
-    rows = _results(file)["rows"]
-    kept = [row for row in rows if row["status"] != "infeasible"]
-    assert {row["status"] for row in rows} > {"infeasible"}
-    assert all(row["bitwise_equal"] and row["measured_peak_bytes"] <= row["budget_bytes"] for row in kept)
-    assert rows[-1]["kind"] == "smallest feasible"
-
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("a row that is there was run again")
-
-    monkeypatch.setattr("planner.api.verify", never)
-    assert exactness.main([*arguments, "--resume"]) == 0
-    assert [row for row in _results(file)["rows"] if row["status"] != "infeasible"] == kept
-
-
-def test_levers_shows_what_all_together_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "levers.json"
-    sizes = {"layers": 1, "width": 64, "heads": 4, "vocabulary": 4000, "batch_size": 2, "seq_len": 64}
-    case = levers.Case(levers.CASES["128k-vocabulary"].build, sizes, ("80%",), device="rtx-4090")
-    floor = levers._Step(case, 0.5).planned("80%", levers.LEVERS["recompute"])["proven_floor_bytes"]
-    monkeypatch.setitem(levers.CASES, "tiny", dataclasses.replace(case, budgets=(str(floor - 2**20),)))
-    arguments = ["--cases", "tiny", "--time-limit", "0.5", "--json", str(file)]
-    assert levers.main(arguments) == 0
-    rows = {row["lever"]: row for row in _results(file)["rows"]}
-    assert rows["recompute"]["status"] == "infeasible" and "chunk" in rows["recompute"]["why"]
-    assert rows["all"]["slices"] > 1 and rows["all"]["peak_bytes"] <= rows["all"]["budget_bytes"] < floor
-    before = file.read_text()
-    assert levers.main([*arguments, "--resume"]) == 0
-    assert json.loads(before)["rows"] == _results(file)["rows"]
-
-
-def test_levers_fails_where_one_alone_is_better() -> None:
-    row = {
-        "case": "a",
-        "budget": "50%",
-        "status": "feasible",
-        "peak_bytes": 5,
-        "proven_floor_bytes": 9,
-        "floor_at": "_log_softmax_backward_data",
-    }
-    alone, together = ({**row, "lever": lever, "overhead": 0.1} for lever in ("recompute", "all"))
-    assert list(levers._missed([alone, together], "a")) == []
-    assert "recompute alone is better" in next(levers._missed([alone, {**together, "overhead": 0.2}], "a"))
-    assert "is better" in next(levers._missed([alone, {**together, "status": "infeasible"}], "a"))
-    reached = {**together, "peak_bytes": 9}
-    assert "below what recompute" in next(levers._missed([alone, reached], "a"))
-    attention = {**alone, "floor_at": "_scaled_dot_product_backward"}
-    assert list(levers._missed([attention, {**reached, "floor_at": "mm"}], "a")) == []
-
-
-def test_exactness_fails_where_a_promise_is_broken() -> None:
-    row = {"status": "optimal", "kind": "budget", "bitwise_equal": True, "measured_peak_bytes": 10, "budget_bytes": 10}
-    assert not exactness._broken(row)
-    assert exactness._broken({**row, "measured_peak_bytes": 11})
-    assert exactness._broken({**row, "bitwise_equal": False})
-    assert exactness._broken({"status": "error"})
 
 
 def test_capture_reads_what_a_child_process_used() -> None:
@@ -152,81 +82,6 @@ def test_capture_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert capture.main(["--models", "bert-large", "--json", str(file)]) == 0
     assert _results(file)["rows"][0]["operations"] == 3
     assert "| bert-large | 5.0 | 4.0 | 1.00 | met |" in file.with_suffix(".md").read_text()
-
-
-def test_partitioner_is_read_back_whole(tmp_path: Path) -> None:
-    file = tmp_path / "partitioner.json"
-    arguments = [
-        "--models",
-        "gpt2",
-        "--layers",
-        "1",
-        "--seq-len",
-        "64",
-        "--batch-size",
-        "2",
-        "--points",
-        "60,20",
-        "--devices",
-        "a100-80",
-    ]
-    exit_code = partitioner.main([*arguments, "--json", str(file)])
-    result = _results(file)
-    assert exit_code == (0 if result["geometric_mean"] <= 0.65 and result["worst"] <= 1.0 else 1)
-    tables = result["tables"]
-    assert [table["case"] for table in tables] == list(partitioner.CASES)
-    for row in (row for table in tables for row in table["rows"]):
-        assert row["recomputed"] > 0
-        random_state_bytes = row["peak_bytes"] - row["own_peak_bytes"]
-        assert 0 <= random_state_bytes <= row["recomputed"] * CPU_RANDOM_STATE_BYTES
-        assert row["planned"] is None or row["planned"]["peak_bytes"] <= row["peak_bytes"]
-
-
-@pytest.mark.slow
-def test_runtimes_are_held_against_eager_and_their_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def case(model: nn.Module) -> Callable[[], ZooModel]:
-        return lambda: ZooModel(name="tiny", model=model, example_args=(torch.randn(4, 16),))
-
-    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    made = {"blocks": case(blocks), "no blocks": case(nn.Linear(16, 16))}
-    monkeypatch.setattr(cases, "CASES", made)
-    monkeypatch.setattr(runtimes, "CASES", made)
-    file = tmp_path / "runtimes.json"
-    arguments = ["--models", "blocks,no blocks", "--runtimes", "modules,regional", "--budgets", "50"]
-    arguments += ["--seconds", "0", "--time-limit", "1", "--json", str(file)]
-    assert runtimes.main(arguments) == 0
-    result = _results(file)
-    assert [row["runtime"] for row in result["host"]] == [runtimes.UNPLANNED, "modules", "regional"]
-    modules, regional, _, refused = result["full_save"]
-    assert modules["peak_ratio"] == 1.0  # nothing is checkpointed, so it is eager
-    assert regional["eager_peak_bytes"] == modules["eager_peak_bytes"]
-    assert refused["status"] == "refused" and "no repeated blocks" in refused["reason"]
-    assert f"- no blocks, regional: {refused['reason']}" in file.with_suffix(".md").read_text()
-    planned = [row for row in runtimes._rows(result["budgets"]) if row["status"] in ("optimal", "feasible")]
-    assert planned
-    assert all(row["bitwise_equal"] and runtimes._peak_held(row) for row in planned)
-
-    monkeypatch.setattr(cases, "CASES", {})  # nothing is built again
-    assert runtimes.main([*arguments, "--resume"]) == 0
-    again = _results(file)
-    assert [again[table] for table in ("full_save", "budgets")] == [result["full_save"], result["budgets"]]
-
-
-def test_runtimes_fail_where_a_goal_is_missed() -> None:
-    step = {"runtime": "graph", "status": "run", "peak_ratio": 1.02, "time_ratio": 1.05}
-    assert not runtimes._missed(step)
-    assert runtimes._missed({**step, "peak_ratio": 1.03})
-    assert runtimes._missed({**step, "time_ratio": 1.06})
-    assert not runtimes._missed({**step, "runtime": "modules", "time_ratio": 1.06})
-    assert runtimes._missed({"runtime": "graph", "status": "refused"})
-    assert not runtimes._missed({"runtime": "regional", "status": "refused"})
-    peaks = {"predicted_peak_bytes": 2000, "measured_peak_bytes": 2001, "budget_bytes": 2001}
-    row = {"runtime": "modules", "status": "optimal", "bitwise_equal": True, "gradient_distance": None, **peaks}
-    assert not runtimes._missed(row)
-    assert runtimes._missed({**row, "measured_peak_bytes": 2002})
-    assert runtimes._missed({**row, "measured_peak_bytes": 1997})
-    assert runtimes._missed({**row, "bitwise_equal": False})
-    assert not runtimes._missed({**row, "bitwise_equal": False, "gradient_distance": 1e-5})
 
 
 def test_splits_ranks_as_spearman_does() -> None:
@@ -265,10 +120,10 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         common.check_destination(str(tmp_path))
     with pytest.raises(UsageError):
-        exactness.main(["--resume", "--json", "-"])
+        full_save.main(["--resume", "--json", "-"])
     assert common._without_destination(["--json", "x", "--resume", "--models", "a", "--json=y"]) == ["--models", "a"]
     for arguments, is_said in ((["--resume"], True), ([], False)):
-        page = common.page("Title", common.environment("exactness", arguments))
+        page = common.page("Title", common.environment("full_save", arguments))
         assert ("kept what earlier runs had found" in page) is is_said
 
 
@@ -298,7 +153,7 @@ def test_compiled_ways_run_beside_plans() -> None:
     """What a plan leaves in a model that it is taken out of must not be in the way of what others compile."""
     model, x = Stack(2), rows()
     expected = model(x)
-    planner.auto_wrap(model, activation_budget="90%", time_limit_seconds=0.5)
+    planner.auto_wrap(model, budget=planner.Budget(activations="90%"), search=planner.Search(time_limit_seconds=0.5))
     model(x).backward()
     compare._take_out(ZooModel(name="", model=model, example_args=(x,)))
     compiled = torch.compile(peers._own_call(model), fullgraph=True, backend="eager")
@@ -431,9 +286,8 @@ class Dropping(nn.Module):
 def dropping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let benchmarks know one model only, of that name."""
     model = ZooModel(name="dropping", model=Dropping(), example_args=(torch.randn(512, 8),))
-    for benchmark in (full_save, kernels):
-        monkeypatch.setattr(benchmark, "CASES", {"dropping": None})
-        monkeypatch.setattr(benchmark, "build", lambda name: model)
+    monkeypatch.setattr(full_save, "CASES", {"dropping": None})
+    monkeypatch.setattr(full_save, "build", lambda name: model)
 
 
 @pytest.mark.usefixtures("dropping")
@@ -443,18 +297,6 @@ def test_full_save_holds_a_captured_step_against_eager(tmp_path: Path) -> None:
     (entry,) = _results(file)["models"]
     assert entry["bitwise_equal"] and entry["peak_ratio"] < 1.0 and entry["time_ratio"] > 0
     assert "1 models of the zoo and near it: " in file.with_suffix(".md").read_text()
-
-
-@pytest.mark.usefixtures("dropping")
-def test_kernels_names_what_capture_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SHOWN", 1000)  # of more, the clock would choose those that the page shows
-    file = tmp_path / "kernels.json"
-    kernels.main(["--steps", "1", "--json", str(file)])
-    (entry,) = _results(file)["models"]
-    found = {row["operator"]: row for row in entry["operators"]}
-    assert found["native_dropout"]["eager"][0] == 0 and found["native_dropout"]["captured"][0] == 1
-    assert found["addmm"]["eager"][0] == found["addmm"]["captured"][0] == 2
-    assert "| `native_dropout` | 0 | 1 |" in file.with_suffix(".md").read_text()
 
 
 class Dying(nn.Module):

@@ -15,12 +15,11 @@ import transformers
 
 import planner
 from planner import solvers
-from planner.capture import arena_internals
-from tests.models import Stack, rows
+from planner.extras import pipelines, splits
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PUBLIC = [name for name in planner.__all__ if callable(getattr(planner, name))]
+PUBLIC = {name: getattr(of, name) for of in (planner, pipelines, splits) for name in of.__all__}
 
 
 def parameters_of(docstring: str) -> list[str]:
@@ -51,9 +50,13 @@ def headings_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_what_people_call_is_described_in_full(name: str):
-    public = getattr(planner, name)
+def is_error(public: object) -> bool:
+    """Whether something is an error: these are described on a page of their own, see ``test_site.py``."""
+    return inspect.isclass(public) and issubclass(public, planner.PlannerError)
+
+
+@pytest.mark.parametrize("public", [p for p in PUBLIC.values() if callable(p) and not is_error(p)])
+def test_what_people_call_is_described_in_full(public):
     described = parameters_of(inspect.getdoc(public) or "")
     if dataclasses.is_dataclass(public):
         described += fields_of(public)
@@ -76,9 +79,9 @@ def test_every_block_of_python_is_run_by_some_test():
     """A page that shows Python for the first time needs a test that runs it, and a place in this list."""
     shown = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     by_parts = {name for name in shown if name.startswith("add-a")}  # test_add_a_part.py
-    by_readme = {"command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
+    by_readme = {"budget.md", "command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
     by_ranks = {"pipelines.md"}  # test_distributed.py
-    assert shown == by_parts | by_readme | by_ranks | {"quick-start.md", "static-memory.md"}
+    assert shown == by_parts | by_readme | by_ranks | {"quick-start.md"}
 
 
 def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -106,15 +109,6 @@ def test_the_quick_start_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest
     }
     exec(compile(snippet, "quick-start.md", "exec"), names)
     assert planner.plan_of(names["model"]).recomputations  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(arena_internals.missing() is not None, reason="needs a C++ compiler, and Linux")
-def test_the_page_on_static_memory_runs(capsys: pytest.CaptureFixture[str]):
-    text = (ROOT / "docs" / "static-memory.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(compile(snippet, "static-memory.md", "exec"), {"planner": planner, "model": Stack(8), "inputs": rows()})
-    asked, *used = capsys.readouterr().out.splitlines()
-    assert asked.startswith("StaticArena(size_bytes=") and used[-1].startswith("arena ")
 
 
 def test_every_solver_is_described():

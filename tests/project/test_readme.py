@@ -19,9 +19,11 @@ from tests.project.test_docs import headings_of
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("python.md", "frameworks.md", "training.md", "command-line.md")
+PAGES = ("python.md", "frameworks.md", "training.md", "command-line.md", "budget.md")
 """What the README leaves to pages of its own, in the order in which their snippets are run."""
-VERDICT = re.compile(r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* again")
+VERDICT = re.compile(
+    r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* recomputed"
+)
 
 
 def page(name: str) -> str:
@@ -81,7 +83,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
     blocks = fenced("python", README, *map(page, PAGES))
     snippets = [block for block in blocks if not block.startswith("# my_model.py")]
-    assert len(snippets) == 11
+    assert len(snippets) == 12
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         for snippet in snippets:
@@ -107,7 +109,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
         "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit", "what-if",
-        "export", "cache", "strategies",
+        "export", "cache", "strategies", "pipeline",
     }  # fmt: skip
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])

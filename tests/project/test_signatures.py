@@ -18,10 +18,11 @@ import cost_models
 import planner
 from planner import commands, errors, exporters, runtimes, solvers, strategies
 from planner.capture import fake_mode
+from planner.extras import pipelines, splits
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "signatures.txt"
 PLUG_INS = (
-    solvers.Solver, runtimes.Runtime, runtimes.Running, exporters.Exporter, strategies.Strategy,
+    solvers.Solver, runtimes.RuntimePlugin, runtimes.PlannedModel, exporters.Exporter, strategies.Strategy,
     strategies.Chosen, cost_models.CostModel, commands.Command,
 )  # fmt: skip
 
@@ -45,12 +46,16 @@ def members(owner: type) -> Iterator[str]:
 
 
 def public() -> Iterator[str]:
-    for name in sorted(planner.__all__):
-        thing = getattr(planner, name)
-        if callable(thing):
-            yield signature(f"planner.{name}", thing)
-        if inspect.isclass(thing):
-            yield from members(thing)
+    for package in (planner, pipelines, splits):
+        for name in sorted(package.__all__):
+            thing = getattr(package, name)
+            if inspect.isclass(thing) and issubclass(thing, errors.PlannerError):
+                yield f"{package.__name__}.{name}"  # with the other errors, below
+                continue
+            if callable(thing):
+                yield signature(f"{package.__name__}.{name}", thing)
+            if inspect.isclass(thing):
+                yield from members(thing)
     yield signature("planner.capture.fake_mode", fake_mode)
     for name, error in sorted(vars(errors).items()):
         if inspect.isclass(error) and error.__module__ == errors.__name__:

@@ -17,14 +17,11 @@ from planner.analysis.diff import diff
 from planner.analysis.explain import explain
 from planner.analysis.trade_off.answers import Answers
 from planner.plans.plan import NoPlanFitsError
-from planner.report import (
-    render,
-    render_difference,
-    render_established,
-    render_explanation,
-    render_infeasible,
-    render_what_if,
-)
+from planner.report import render, render_infeasible
+from planner.report.comparisons import render_established
+from planner.report.diff import render as render_difference
+from planner.report.explain import render as render_explanation
+from planner.report.what_if import render as render_what_if
 from tests.analysis.test_diff import two_plans
 from tests.analysis.test_explain import plan_with_drops
 from tests.analysis.test_what_if import fixed_curve

@@ -17,7 +17,8 @@ from planner.analysis.trade_off.curve import CurveSweep
 from planner.common.options import Search
 from planner.common.units import format_bytes
 from planner.exporters._export import Export, Figures, Label
-from planner.plans.plan import BaselineRow, Plan
+from planner.plans.plan import ComparisonRow, Plan
+from planner.report.page import to_html
 from planner.report.page.what_if import what_if_page
 from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
@@ -94,26 +95,26 @@ def parsed(text: str) -> Reader:
 
 
 def test_the_page_is_whole_and_names_nothing_outside(plan: Plan) -> None:
-    text = plan.to_html()
+    text = to_html(plan)
     reader = parsed(text)
     assert reader.outside == [] and "http://" not in text and "https://" not in text and "url(" not in text
     assert reader.tags.count("script") == 2 and "default-src 'none'" in text
 
 
 def test_the_page_of_a_saved_plan_is_the_same(plan: Plan) -> None:
-    assert Plan.from_json(plan.to_json()).to_html() == plan.to_html()
+    assert to_html(Plan.from_json(plan.to_json())) == to_html(plan)
 
 
 def test_a_plan_without_parts_has_a_page(plan: Plan) -> None:
     bare = dataclasses.replace(
         plan, baselines=(), placement=(), warnings=(), verification=None, anatomy={}, details=None
     )
-    assert "FITS" in bare.to_html()
-    parsed(bare.to_html())
+    assert "FITS" in to_html(bare)
+    parsed(to_html(bare))
 
 
 def test_hostile_names_stay_names(plan: Plan) -> None:
-    text = hostile(plan).to_html()
+    text = to_html(hostile(plan))
     reader = parsed(text)
     assert reader.tags.count("script") == 2 and "img" not in reader.tags
     assert "&lt;/script&gt;" in text and "{{7*7}}" in text
@@ -146,7 +147,7 @@ def opened(browser: Any, text: str, folder: Path, width: int = 1200) -> Any:
 
 
 def test_a_browser_shows_the_figures_and_a_click_chooses_a_layer(browser: Any, plan: Plan, tmp_path: Path) -> None:
-    page = opened(browser, plan.to_html(), tmp_path)
+    page = opened(browser, to_html(plan), tmp_path)
     assert page.inner_text("#verdict").startswith("FITS 170.1 of 170.6 MiB")
     sizes = [int(cell.get_attribute("data-bytes")) for cell in page.query_selector_all("#anatomy td[data-bytes]")]
     assert sum(sizes) == plan.peak_bytes == int(page.get_attribute("#peak", "data-bytes"))
@@ -170,7 +171,7 @@ def test_a_browser_shows_the_figures_and_a_click_chooses_a_layer(browser: Any, p
 
 
 def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan, tmp_path: Path) -> None:
-    page = opened(browser, hostile(plan).to_html(), tmp_path, width=400)
+    page = opened(browser, to_html(hostile(plan)), tmp_path, width=400)
     page.click("button[data-layer='0']")
     assert HOSTILE in page.inner_text("#layer") and page.title() != "taken"
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
@@ -181,7 +182,7 @@ def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan
 def test_a_click_on_a_module_zooms_in_and_out(
     browser: Any, plan: Plan, tmp_path: Path, width: int, scheme: str
 ) -> None:
-    page = opened(browser, plan.to_html(), tmp_path, width)
+    page = opened(browser, to_html(plan), tmp_path, width)
     page.emulate_media(color_scheme=scheme)
 
     def shown(name: str) -> dict[str, float]:
@@ -267,7 +268,7 @@ def test_the_chosen_point_shows_its_exports(browser: Any, answers: Answers, tmp_
 
 def test_names_in_the_page_of_a_what_if_stay_names(answers: Answers) -> None:
     curve = dataclasses.replace(answers.curve, model=HOSTILE, device=HOSTILE)
-    plans = tuple(hostile(dataclasses.replace(plan, baselines=(BaselineRow(name="x"),))) for plan in answers.plans)
+    plans = tuple(hostile(dataclasses.replace(plan, baselines=(ComparisonRow(name="x"),))) for plan in answers.plans)
     reader = parsed(what_if_page(dataclasses.replace(answers, curve=curve, plans=plans)))
     assert reader.tags.count("script") == 2 and "img" not in reader.tags
 

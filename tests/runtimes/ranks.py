@@ -36,6 +36,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import planner
 from planner import errors
 from planner.capture.memory import measure_peak, record
+from planner.common.options import grouped
+from planner.extras.pipelines import StagePlan, wrap_pipeline
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
 from tests.runtimes import exchanging
@@ -105,6 +107,26 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n.removeprefix("module."): full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether there are the same gradients, bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def reported(plan: Plan, found: Any, expected: Any, peak_bytes: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return what a planned step came to, and what its plan says of it."""
+    return {
+        "equal": same(found, expected),
+        "peak_bytes": peak_bytes,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "recomputed": len(plan.recomputations),
+        "runtime": plan.runtime,
+        "plan": plan.to_json(),
+        **more,
+    }
+
+
 def live() -> dict[int, int]:
     """Return the bytes of every tensor that is there, each storage once."""
     gc.collect()
@@ -170,7 +192,9 @@ def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float, int
 
 def wrap(model: Model, rank: int, way: str, **options: Any) -> Model:
     options = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True, **options}
-    return planner.auto_wrap(model, data(rank), runtime="regional", data_parallel=way, ranks=RANKS, **options)
+    return planner.auto_wrap(
+        model, data(rank), **grouped(runtime="regional", data_parallel=way, ranks=RANKS, **options)
+    )
 
 
 def distributed(model: Model, way: str, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -195,22 +219,12 @@ def train(rank: int, way: str) -> dict[str, Any]:
     others = live()
     model, x = make(), data(rank)
     wrap(model, rank, way, activation_budget="68%")
-    planner.auto_wrap(model, x, plan=every_block_differently(planner.plan_of(model)), runtime="regional")
+    planner.auto_wrap(model, x, budget=every_block_differently(planner.plan_of(model)), runtime="regional")
     plan = planner.plan_of(model)
     peak, running = peak_of(lambda: distributed(model, way), x, others)
-    found, expected = gradients(running), mean_of_single_processes()
-    equal = found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
-    result = {
-        "equal": equal,
-        "difference": max((found[n] - expected[n]).abs().max().item() for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "plan": plan.to_json(),
-        "first": first_gradient(running, x),
-        "eager_first": first_gradient(distributed(make(), way), x),
-    }
-    return result
+    result = reported(plan, gradients(running), mean_of_single_processes(), peak)
+    firsts = {"first": first_gradient(running, x), "eager_first": first_gradient(distributed(make(), way), x)}
+    return result | firsts
 
 
 def compiled_blocks(rank: int) -> dict[str, Any]:
@@ -229,17 +243,15 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
     others, model, x = live(), make().double(), data(rank).double()
     for block in model.blocks:
         block.compile()
-    planner.auto_wrap(model, activation_budget="66%", time_limit_seconds=1.0, deterministic=True)
+    planner.auto_wrap(
+        model,
+        budget=planner.Budget(activations="66%"),
+        search=planner.Search(time_limit_seconds=1.0, deterministic=True),
+    )
     peak, running = peak_of(lambda: distributed(model, way), x, others)
-    plan, found = planner.plan_of(model), gradients(running)
-    return {
-        "off": max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "recomputed": len(plan.recomputations),
-        "runtime": plan.runtime,
-    }
+    found = gradients(running)
+    off = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
+    return reported(planner.plan_of(model), found, expected, peak, off=off)
 
 
 def mixed_precision(rank: int) -> dict[str, Any]:
@@ -254,9 +266,7 @@ def mixed_precision(rank: int) -> dict[str, Any]:
         plan = planner.plan_of(model)
         found.append(gradients(running))
         peaks.append(peak)
-    equal = all(torch.equal(found[0][n], found[1][n]) for n in found[0])
-    recomputed = len(plan.recomputations)
-    return {"equal": equal, "peaks": peaks, "predicted_bytes": plan.peak_bytes, "recomputed": recomputed}
+    return reported(plan, *reversed(found), peaks[1], whole_bytes=peaks[0])
 
 
 def sharded_first(rank: int) -> dict[str, Any]:
@@ -293,7 +303,9 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> di
         return model
 
     def wrapped() -> nn.Module:
-        return planner.auto_wrap(sharded(), activation_budget="68%", time_limit_seconds=1.0, deterministic=True, **wrap)
+        return planner.auto_wrap(
+            sharded(), **grouped(activation_budget="68%", time_limit_seconds=1.0, deterministic=True, **wrap)
+        )
 
     mesh = init_device_mesh("cpu", (RANKS,))
     state, others, x = make().state_dict(), live(), data(rank)
@@ -306,18 +318,10 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> di
     peak, model = peak_of(wrapped, x, others)
     plan, plain = planner.plan_of(model), sharded()
     step(plain, x)
-    expected, found = gradients(plain), gradients(model)
-    result = {
-        "equal": all(torch.equal(found[n], expected[n]) for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "runtime": plan.runtime,
-    }
+    result = reported(plan, gradients(model), gradients(plain), peak)
     larger = torch.cat([x, x])
     step(model, larger), step(plain, larger)
-    expected, found = gradients(plain), gradients(model)
-    return result | {"larger_equal": all(torch.equal(found[n], expected[n]) for n in expected)}
+    return result | {"larger_equal": same(gradients(model), gradients(plain))}
 
 
 def refused(function: Callable[[], Any]) -> dict[str, Any]:
@@ -350,7 +354,7 @@ def fails_where_layers_are_shared(rank: int) -> dict[str, Any]:
     model = parallel(make())
     if rank == 1:
         model.norm = nn.LayerNorm(3)
-    return refused(lambda: step(planner.auto_wrap(model, **QUICK), data(0)))
+    return refused(lambda: step(planner.auto_wrap(model, **grouped(**QUICK)), data(0)))
 
 
 def differs(rank: int) -> dict[str, Any]:
@@ -380,12 +384,8 @@ def last_batch(rank: int) -> dict[str, Any]:
     plan, running = planner.plan_of(model), distributed(model, "fsdp2")
     step(running, x)
     step(running, x[:100])
-    found, expected = gradients(running), mean_of_single_processes(100)
-    result = {
-        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
-        "recomputed": len(plan.recomputations),
-        "same_plan": planner.plan_of(model) == plan,
-    }
+    is_same = planner.plan_of(model) == plan
+    result = reported(plan, gradients(running), mean_of_single_processes(100), same_plan=is_same)
     step(running, torch.cat([x, x]))
     return result | {"larger_rows": 2 * ROWS, "planned_for": planner.plan_of(model).fingerprint["inputs"]}
 
@@ -397,7 +397,11 @@ def saved(rank: int) -> dict[str, Any]:
     def made(*, planned: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = distributed(make(), "fsdp2")
         if planned:
-            planner.auto_wrap(model, activation_budget="75%", time_limit_seconds=1.0, deterministic=True)
+            planner.auto_wrap(
+                model,
+                budget=planner.Budget(activations="75%"),
+                search=planner.Search(time_limit_seconds=1.0, deterministic=True),
+            )
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -417,8 +421,7 @@ def saved(rank: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(*again)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         set_state_dict(*again, model_state_dict=model, optim_state_dict=optimizer)
-        found = trained(*again)
-        equal.append(found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected))
+        equal.append(same(trained(*again), expected))
     return {"equal": equal, "recomputed": len(planner.plan_of(planned[0]).recomputations)}
 
 
@@ -438,35 +441,31 @@ def shardings(rank: int) -> dict[str, Any]:
     }
     plan = planner.plan_of(wrap(make(), rank, "fsdp2"))
     for name, options in ways.items():
-        model = planner.auto_wrap(make(), plan=plan, runtime="regional")
+        model = planner.auto_wrap(make(), budget=plan, runtime="regional")
         for block in model.blocks if options is not None else ():
             fully_shard(block, **options)
         fully_shard(model, **{"mesh": mesh, **(options or {})})
         if name == "prefetched":
             model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
         model.set_requires_gradient_sync(name != "unsent")
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            model(data(rank)).backward()
+        said = warnings_of(lambda model=model: model(data(rank)).backward())
         if name == "unsent":
             model.set_requires_gradient_sync(True)
             model(data(rank)).backward()
         times = 2 if name == "unsent" else 1
-        equal = all(torch.equal(gradient, times * expected[n]) for n, gradient in gradients(model).items())
-        found[name] = {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
-    found["hook"] = with_hook(rank, expected)
+        found[name] = {"equal": same(gradients(model), {n: times * one for n, one in expected.items()}), "said": said}
+    running: Any = DistributedDataParallel(wrap(make(), rank, "ddp"), init_sync=False)
+    running.register_comm_hook(None, allreduce_hook)  # which sends what DDP would
+    said = warnings_of(lambda: running(data(rank)).backward())
+    found["hook"] = {"equal": same(gradients(running), expected), "said": said}
     return found
 
 
-def with_hook(rank: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Let a hook send what DDP would."""
-    running: Any = DistributedDataParallel(wrap(make(), rank, "ddp"), init_sync=False)
-    running.register_comm_hook(None, allreduce_hook)
+def warnings_of(run: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        running(data(rank)).backward()
-    equal = all(torch.equal(gradient, expected[n]) for n, gradient in gradients(running).items())
-    return {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
+        run()
+    return [str(one.message) for one in said if one.category is UserWarning]
 
 
 def micro_batches(rank: int) -> dict[str, Any]:
@@ -571,7 +570,7 @@ def by_micro_batches(
     model = make(2)
     budget = "75%" if rows == ROWS else "100%"
     options = {"activation_budget": budget, "time_limit_seconds": 1.0, "deterministic": True, "runtime": runtime}
-    planner.auto_wrap(model, *batches[: int(ahead)], **options)
+    planner.auto_wrap(model, *batches[: int(ahead)], **grouped(**options))
     running = distribute(model)
     is_ddp = isinstance(running, DistributedDataParallel)
     buckets_bytes = sum(p.nbytes for p in model.parameters()) if is_ddp else 0
@@ -601,8 +600,7 @@ def by_micro_batches(
             if is_ddp and (number == 2 or not waits):
                 buckets = {g.untyped_storage().data_ptr() for g in held_gradients(model) if g._base is not None}
         cycles += 1
-    sums = gradients(running)
-    equal = sums.keys() == expected.keys() and all(torch.equal(sums[n], expected[n]) for n in expected)
+    equal = same(gradients(running), expected)
     return [{**one, "equal": equal} for one in found]
 
 
@@ -626,23 +624,8 @@ def parallel(model: Model) -> Model:
 
 def tensor_parallel(_rank: int) -> dict[str, Any]:
     """Plan a parallel model at its first step, and hold it against the same without a plan."""
-    alone = parallel(make())
-    step(alone, data(0))
-    expected = gradients(alone)
-    others = live()
-    x = data(0)
-    model = planner.auto_wrap(parallel(make()), activation_budget="75%", time_limit_seconds=1.0)
-    peak, running = peak_of(lambda: model, x, others)
-    plan, found = planner.plan_of(model), gradients(running)
-    graph = refused(lambda: step(planner.auto_wrap(parallel(make()), budget="75%", runtime="graph"), x))
-    return {
-        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "plan": plan.to_json(),
-        "refused": graph,
-    }
+    graph = refused(lambda: step(planner.auto_wrap(parallel(make()), budget="75%", runtime="graph"), data(0)))
+    return beside_plain(lambda: parallel(make()), data(0), ROWS) | {"refused": graph}
 
 
 def two_meshes(_rank: int) -> dict[str, Any]:
@@ -683,21 +666,11 @@ def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor, last_rows: int)
     """Hold a parallel model under a plan against the same without one, also with a last batch that only some have."""
     alone, others = made(), live()
     others.pop(x.untyped_storage().data_ptr())
-    peak, running = peak_of(lambda: planner.auto_wrap(made(), **QUICK), x, others)
+    peak, running = peak_of(lambda: planner.auto_wrap(made(), **grouped(**QUICK)), x, others)
     step(alone, x)
-    plan, found, expected = planner.plan_of(running), gradients(running), gradients(alone)
+    result = reported(planner.plan_of(running), gradients(running), gradients(alone), peak)
     step(running, x[:last_rows]), step(alone, x[:last_rows])
-    last, expected_last = gradients(running), gradients(alone)
-    return {
-        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
-        "last_equal": all(torch.equal(last[n], expected_last[n]) for n in expected),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "runtime": plan.runtime,
-        "plan": plan.to_json(),
-    }
+    return result | {"last_equal": same(gradients(running), gradients(alone))}
 
 
 def divided_experts(rank: int) -> dict[str, Any]:
@@ -708,24 +681,21 @@ def divided_experts(rank: int) -> dict[str, Any]:
     others.pop(x.untyped_storage().data_ptr())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        peak, running = peak_of(lambda: planner.auto_wrap(exchanging.with_divided_experts(mesh), **small), x, others)
+        peak, running = peak_of(
+            lambda: planner.auto_wrap(exchanging.with_divided_experts(mesh), **grouped(**small)), x, others
+        )
         plan = planner.plan_of(running)
         equal = []
         for seed in (rank, 2 + rank, 4 + rank, 6 + rank):
             step(running, exchanging.tokens(seed)), step(alone, exchanging.tokens(seed))
-            found, expected = gradients(running), gradients(alone)
-            equal.append(all(torch.equal(found[name], expected[name]) for name in expected))
+            equal.append(same(gradients(running), gradients(alone)))
     tight = exchanging.with_divided_experts(mesh)
     budget = {**QUICK, "activation_budget": "1%" if rank else "75%"}
-    return {
-        "equal": equal,
+    return reported(plan, {}, {}, peak) | {
+        "equal": all(equal),
         "modules": modules_of(plan),
-        "peak_bytes": peak,
-        "predicted_bytes": plan.peak_bytes,
-        "baseline_bytes": plan.baseline_peak_bytes,
-        "budget_bytes": plan.budget_bytes,
         "said": [str(one.message) for one in said],
-        "tight": refused(lambda: step(planner.auto_wrap(tight, **budget), x)),
+        "tight": refused(lambda: step(planner.auto_wrap(tight, **grouped(**budget)), x)),
     }
 
 
@@ -737,19 +707,12 @@ def divided_sequence(rank: int) -> dict[str, Any]:
         alone, others = made(), live()
         others.pop(x.untyped_storage().data_ptr())
         step(alone, x)
-        peak, running = peak_of(lambda: planner.auto_wrap(made(), runtime=runtime, **QUICK), x, others)
-        plan, own, expected = planner.plan_of(running), gradients(running), gradients(alone)
+        peak, running = peak_of(lambda: planner.auto_wrap(made(), **grouped(runtime=runtime, **QUICK)), x, others)
+        plan = planner.plan_of(running)
         again = [key for keys in plan.recomputations.values() for key in keys]
-        return {
-            "equal": all(torch.equal(own[name], expected[name]) for name in expected),
-            "recomputed": len(again),
-            "exchanges": [key for key in again if "all_to_all" in key or "c10d" in key],
-            "modules": modules_of(plan) if runtime == "modules" else (),
-            "peak_bytes": peak,
-            "predicted_bytes": plan.peak_bytes,
-            "baseline_bytes": plan.baseline_peak_bytes,
-            "budget_bytes": plan.budget_bytes,
-        }
+        exchanges = [key for key in again if "all_to_all" in key or "c10d" in key]
+        modules = modules_of(plan) if runtime == "modules" else ()
+        return reported(plan, gradients(running), gradients(alone), peak, exchanges=exchanges, modules=modules)
 
     own = exchanging.Exchange.apply
     return {
@@ -834,7 +797,7 @@ def run_pipeline(
     around: dict[str, Any] | None = None,
     seed: int = 2,
     **options: Any,
-) -> tuple[int, list[torch.Tensor], planner.StagePlan | None, list[bool]]:
+) -> tuple[int, list[torch.Tensor], StagePlan | None, list[bool]]:
     """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for.
 
     And whether gradients of weights came when they were asked for by themselves, each time that was so.
@@ -842,7 +805,7 @@ def run_pipeline(
     others = live()
     stages, schedule = scheduled(kind, rank, **(around or {}))
     args, kwargs = given(stages, seed)
-    plan = planner.wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
+    plan = wrap_pipeline(schedule, *args, **grouped(**kwargs, **options, **asked)) if asked else None
 
     def run() -> None:
         for stage in stages:
@@ -905,7 +868,7 @@ def documented(rank: int) -> dict[str, Any]:
 def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
     stages, schedule = scheduled(kind, rank, micro_batches)
     args, kwargs = given(stages)
-    planner.wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
+    wrap_pipeline(schedule, *args, **grouped(**{"budget": "80%", **kwargs, **options}))
 
 
 def in_parts(module: Any) -> nn.Module:
@@ -922,12 +885,12 @@ def pipeline_errors(rank: int) -> dict[str, Any]:
     stages, own_weights = scheduled(pipelining.ScheduleZBVZeroBubble, rank)
     stages[0].dw_builder = lambda: lambda: None
     return {
-        "own_weights": refused(lambda: planner.wrap_pipeline(own_weights, budget="80%")),
+        "own_weights": refused(lambda: wrap_pipeline(own_weights, budget="80%")),
         "differ": refused(lambda: wrapped(rank, gpipe, MICRO_BATCHES + 2 * rank)),
         "tight": refused(lambda: wrapped(rank, gpipe, budget="1%" if rank else "80%")),
         "no_target": refused(lambda: wrapped(rank, gpipe, target=None)),
-        "sharded": refused(lambda: planner.wrap_pipeline(scheduled(gpipe, rank, around=in_parts)[1], budget="80%")),
-        "no_schedule": refused(lambda: planner.wrap_pipeline(Part(0), data(0), budget="80%")),
+        "sharded": refused(lambda: wrap_pipeline(scheduled(gpipe, rank, around=in_parts)[1], budget="80%")),
+        "no_schedule": refused(lambda: wrap_pipeline(Part(0), data(0), budget="80%")),
     }
 
 

@@ -11,6 +11,8 @@ from torch import nn
 import planner
 from planner.capture.inputs import LossFunction
 from planner.capture.memory import Recording, record
+from planner.common.options import grouped
+from planner.diagnose.verification import bitwise_equal
 from planner.plans.plan import Plan
 from planner.rewrite import host_copies
 
@@ -42,9 +44,21 @@ def assert_same(expected: Left, found: Left, tolerance: float = 0.0) -> None:
     for name, value in expected.items():
         other = found[name]
         assert (value is None) == (other is None), name
-        if value is not None and other is not None and not torch.equal(value, other):
+        if value is not None and other is not None and not bitwise_equal(value, other):
             off = float((value.double() - other.double()).norm() / value.double().norm())
-            assert 0 < off <= tolerance, f"{name} is off by {off}"
+            assert tolerance and off <= tolerance, f"{name} is off by {off}"
+
+
+def assert_gradients(plain: nn.Module, wrapped: nn.Module) -> None:
+    """Compare every bit of the gradients that two models hold."""
+    assert_same(*({name: p.grad for name, p in model.named_parameters()} for model in (plain, wrapped)))
+
+
+def beside(model: nn.Module, *example: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Return a model without a plan, and the same wrapped."""
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, *example, **grouped(**options))
+    return plain, model
 
 
 def wrap_and_hold(
@@ -57,7 +71,7 @@ def wrap_and_hold(
     plain = copy.deepcopy(model)
     if loss_fn is not None and "plan" not in options:
         options["loss_fn"] = loss_fn
-    planner.auto_wrap(model, **options)
+    planner.auto_wrap(model, **grouped(**options))
     assert_same(train(plain, x, loss_fn), train(model, x, loss_fn))
     hold_peak(model, x, loss_fn=loss_fn, rounded=rounded)
     return planner.plan_of(model)
@@ -79,7 +93,7 @@ class UnderAutocast(nn.Module):
 def wrap_and_hold_under_autocast(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:
     """Do what :func:`wrap_and_hold` does, in a loop that calls the model under autocast."""
     plain, loop = UnderAutocast(copy.deepcopy(model)), UnderAutocast(model)
-    planner.auto_wrap(model, **options)
+    planner.auto_wrap(model, **grouped(**options))
     assert_same(train(plain, x), train(loop, x))
     hold_peak(loop, x, planned=model)
     return planner.plan_of(model)

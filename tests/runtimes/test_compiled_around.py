@@ -32,7 +32,9 @@ class Around(nn.Module):
 
 
 def wrap(model: nn.Module, runtime: str = "graph") -> nn.Module:
-    return planner.auto_wrap(model, activation_budget="80%", runtime=runtime, time_limit_seconds=2.0)
+    return planner.auto_wrap(
+        model, budget=planner.Budget(activations="80%"), runtime=runtime, search=planner.Search(time_limit_seconds=2.0)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +114,14 @@ def test_parts_are_not_compiled_where_there_is_no_memory(runtime: str) -> None:
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
     with pytest.warns(UserWarning, match="compiled by their own"):
-        planner.auto_wrap(model, rows(), budget="90%", loss_fn=mean_square, runtime=runtime, time_limit_seconds=1.0)
+        planner.auto_wrap(
+            model,
+            rows(),
+            budget="90%",
+            runtime=runtime,
+            search=planner.Search(time_limit_seconds=1.0),
+            loss_fn=mean_square,
+        )
     mean_square(model(rows())).backward()
     assert all(installed_call(block) is not None for block in model.blocks)
 
@@ -127,7 +136,12 @@ def test_parts_that_are_compiled_before_run_as_planned_and_that_is_said(
     for block in model.blocks:
         block.compile(backend="eager")
     with pytest.warns(UserWarning, match=r"compile\(\) \(blocks.0, blocks.1, blocks.2 and 9 more\)"):
-        planner.auto_wrap(model, activation_budget="80%", runtime=runtime, time_limit_seconds=1.0)
+        planner.auto_wrap(
+            model,
+            budget=planner.Budget(activations="80%"),
+            runtime=runtime,
+            search=planner.Search(time_limit_seconds=1.0),
+        )
     for _ in range(2):
         assert_same(train(plain, rows()), train(model, rows()))
         plain.zero_grad()

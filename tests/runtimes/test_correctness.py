@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.diagnose.verification import bitwise_equal
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import graph as graph_runtime
 from tests.models import Stack, perceptron
-from tests.runtimes.steps import wrap_and_hold
+from tests.runtimes.steps import Left, assert_same, beside, wrap_and_hold
 from tests.tiers import tiered
 
 WIDTH, ROWS = 64, 256
@@ -187,27 +187,18 @@ def data(rows: int = ROWS) -> torch.Tensor:
 
 
 AUTOCAST = ("plain", "native dropout", "batch norm", "tied weights", "attention dropout")
-Snapshot = dict[str, torch.Tensor | None]
+Step = Callable[[nn.Module], list[torch.Tensor]]
 
 
-def run(model: nn.Module, step: Callable[[nn.Module], Any]) -> Snapshot:
+def run(model: nn.Module, step: Step) -> Left:
     """Return everything that training steps leave behind."""
     torch.manual_seed(11)
     result = step(model)
-    found: Snapshot = {f"result {i}": r.detach().clone() for i, r in enumerate(result)}
+    found: Left = {f"result {i}": r.detach().clone() for i, r in enumerate(result)}
     found |= {f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     found |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
     found["random state"] = torch.get_rng_state()
     return found
-
-
-def assert_same(expected: Snapshot, actual: Snapshot) -> None:
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        other = actual[name]
-        assert (value is None) == (other is None), f"{name}: {value is None} {other is None}"
-        if value is not None and other is not None:
-            assert bitwise_equal(value, other), f"{name} differs by {(value.double() - other.double()).abs().max()}"
 
 
 IN_16_BITS = "40%"
@@ -222,7 +213,15 @@ def plain_and_wrapped(
     torch.manual_seed(5)
     plain = build()
     state = copy.deepcopy(plain.state_dict())
-    return plain, planner.auto_wrap(copy.deepcopy(plain), activation_budget=share, time_limit_seconds=0.5), state
+    return (
+        plain,
+        planner.auto_wrap(
+            copy.deepcopy(plain),
+            budget=planner.Budget(activations=share),
+            search=planner.Search(time_limit_seconds=0.5),
+        ),
+        state,
+    )
 
 
 def start_again(model: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
@@ -231,21 +230,23 @@ def start_again(model: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-def assert_exact(build: Callable[[], nn.Module], step: Callable[[nn.Module], Any], share: str = "50%") -> None:
+def assert_exact(build: Callable[[], nn.Module], step: Step, share: str = "50%") -> None:
     """Take the same step without a plan and with one, and compare every bit."""
     plain, wrapped, state = plain_and_wrapped(build, share)
     expected = run(start_again(plain, state), step)
     try:
         actual = run(start_again(wrapped, state), step)
     except InfeasibleBudgetError as error:  # then what it names must do
-        planner.auto_wrap(wrapped, budget=error.minimum_feasible_peak_bytes, time_limit_seconds=0.5)
+        planner.auto_wrap(
+            wrapped, budget=error.minimum_feasible_peak_bytes, search=planner.Search(time_limit_seconds=0.5)
+        )
         actual = run(start_again(wrapped, state), step)
     assert_same(expected, actual)
     assert planner.plan_of(wrapped).recomputations, "nothing was recomputed: the case tests nothing"
 
 
-def one_step(model: nn.Module) -> list[torch.Tensor]:
-    loss = model(data())
+def one_step(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tensor]:
+    loss = model(data() if x is None else x)
     loss.backward()
     return [loss]
 
@@ -268,85 +269,69 @@ def test_autocast(case: str, dtype: torch.dtype) -> None:
 
 
 def test_low_precision_dropout() -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        loss = model(data().bfloat16())
-        loss.backward()
-        return [loss]
-
-    assert_exact(lambda: CASES["native dropout"]().bfloat16(), step, IN_16_BITS)
+    in_16_bits = lambda: CASES["native dropout"]().bfloat16()  # noqa: E731
+    assert_exact(in_16_bits, lambda model: one_step(model, data().bfloat16()), IN_16_BITS)
 
 
-@pytest.mark.parametrize("case", ["native dropout", "batch norm", "mutated buffer"])
-def test_gradient_accumulation(case: str) -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        losses = []
-        for scale in (1.0, 0.5):
-            loss = model(data() * scale)
-            loss.backward()
-            losses.append(loss)
-        return losses
-
-    assert_exact(CASES[case], step)
+def accumulates(model: nn.Module) -> list[torch.Tensor]:
+    return [*one_step(model), *one_step(model, data() * 0.5)]
 
 
-@pytest.mark.parametrize("case", ["native dropout", "batch norm", "bernoulli"])
-def test_two_forwards_then_one_backward(case: str) -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        loss = model(data()) + 3.0 * model(data() * 0.5)
-        loss.backward()
-        return [loss]
-
-    with pytest.warns(UserWarning, match="called again before the backward of its last call"):
-        assert_exact(CASES[case], step)
+def runs_twice_before_a_backward(model: nn.Module) -> list[torch.Tensor]:
+    loss = model(data()) + 3.0 * model(data() * 0.5)
+    loss.backward()
+    return [loss]
 
 
-@pytest.mark.parametrize("case", tiered(["native dropout", "batch norm"], slow=["batch norm"]))
-def test_retain_graph(case: str) -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        model(data()).backward()  # what this one lets go of, the next may keep
-        loss = model(data())
-        loss.backward(retain_graph=True)
-        first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        loss.backward()
-        return [loss, *first]
-
-    assert_exact(lambda: CASES[case](), step)  # no model whose graph another backward has let go
+def retains_its_graph(model: nn.Module) -> list[torch.Tensor]:
+    model(data()).backward()  # what this one lets go of, the next may keep
+    loss = model(data())
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()
+    return [loss, *first]
 
 
-@pytest.mark.parametrize("case", ["native dropout", "batch norm"])
-def test_several_training_steps(case: str) -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(data())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return [*losses, *model.parameters()]
-
-    assert_exact(CASES[case], step)
+def trains(model: nn.Module) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses += one_step(model)
+        optimizer.step()
+    return [*losses, *model.parameters()]
 
 
-def test_gradient_of_the_input() -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        x = data().requires_grad_()
-        loss = model(x)
-        loss.backward()
-        assert x.grad is not None
-        return [loss, x.grad]
-
-    assert_exact(CASES["native dropout"], step)
+def differentiates_its_input(model: nn.Module) -> list[torch.Tensor]:
+    x = data().requires_grad_()
+    return [*one_step(model, x), x.grad]
 
 
-def test_autograd_grad_of_some_parameters() -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        loss = model(data())
-        chosen = list(model.parameters())[::2]
-        return [loss, *torch.autograd.grad(loss, chosen)]
+def differentiates_some_parameters(model: nn.Module) -> list[torch.Tensor]:
+    loss = model(data())
+    return [loss, *torch.autograd.grad(loss, list(model.parameters())[::2])]
 
-    assert_exact(CASES["native dropout"], step)
+
+DROPPING, NORMED = "native dropout", "batch norm"
+LOOPS: dict[Step, tuple[str, ...]] = {
+    accumulates: (DROPPING, NORMED, "mutated buffer"),
+    runs_twice_before_a_backward: (DROPPING, NORMED, "bernoulli"),
+    retains_its_graph: (DROPPING, NORMED),
+    trains: (DROPPING, NORMED),
+    differentiates_its_input: (DROPPING,),
+    differentiates_some_parameters: (DROPPING,),
+}
+
+
+@pytest.mark.parametrize(
+    ("loop", "case"),
+    tiered(((loop, case) for loop, cases in LOOPS.items() for case in cases), slow=[(retains_its_graph, NORMED)]),
+)
+def test_loops(loop: Step, case: str) -> None:
+    alone = loop is retains_its_graph  # no model whose graph another backward has let go
+    overlaps = pytest.warns(UserWarning, match="called again before the backward of its last call")
+    with overlaps if loop is runs_twice_before_a_backward else nullcontext():
+        assert_exact((lambda: CASES[case]()) if alone else CASES[case], loop)
 
 
 def test_loss_outside_the_model() -> None:
@@ -423,27 +408,22 @@ def test_outputs_that_are_computed_alike_stay_apart() -> None:
 
 def test_an_output_beside_the_loss_still_has_its_gradient() -> None:
     torch.manual_seed(5)
-    eager = TwoHeads(scalar=True)
-    wrapped = planner.auto_wrap(copy.deepcopy(eager), activation_budget="60%", time_limit_seconds=1.0)
+    eager, wrapped = beside(TwoHeads(scalar=True), activation_budget="60%", time_limit_seconds=1.0)
 
     def step(model: nn.Module) -> list[torch.Tensor]:
         outputs = model(data())
         (outputs["loss"] + outputs["right"].square().mean()).backward()
         return [outputs["loss"], outputs["right"]]
 
-    with pytest.warns(UserWarning, match="second time"):
-        first = run(wrapped, step)
-    expected = run(eager, step)
-    assert torch.equal(first["random state"], expected["random state"])
-    for name, value in expected.items():
-        if name.startswith("gradient"):
-            torch.testing.assert_close(first[name], value)
-    wrapped.zero_grad(), eager.zero_grad()
-    second = run(wrapped, step)  # planned with both outputs now: no warning
-    expected = run(eager, step)
-    for name, value in expected.items():
-        if name.startswith("gradient"):
-            torch.testing.assert_close(second[name], value)
+    for is_first in (True, False):  # then it is planned with both outputs: no warning
+        with pytest.warns(UserWarning, match="second time") if is_first else nullcontext():
+            found = run(wrapped, step)
+        expected = run(eager, step)
+        assert torch.equal(found["random state"], expected["random state"])
+        for name, value in expected.items():
+            if name.startswith("gradient"):
+                torch.testing.assert_close(found[name], value)
+        wrapped.zero_grad(), eager.zero_grad()
 
 
 def test_only_the_loss_is_differentiated_beside_other_outputs() -> None:
@@ -468,14 +448,22 @@ def test_full_backward_hooks_are_refused() -> None:
     model = CASES["plain"]()
     model.blocks[1].register_full_backward_hook(lambda *_: None)
     with pytest.raises(RuntimeUnsupportedError, match=r"blocks\.1"):
-        planner.plan(model, data(), activation_budget="70%", runtime="graph", time_limit_seconds=1.0)
+        planner.plan(
+            model,
+            data(),
+            budget=planner.Budget(activations="70%"),
+            runtime="graph",
+            search=planner.Search(time_limit_seconds=1.0),
+        )
 
 
 def test_forward_hooks_run() -> None:
     torch.manual_seed(5)
     hooked = CASES["plain"]()
     hooked.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2.0)
-    wrapped = planner.auto_wrap(copy.deepcopy(hooked), activation_budget="60%", time_limit_seconds=0.5)
+    wrapped = planner.auto_wrap(
+        copy.deepcopy(hooked), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=0.5)
+    )
     assert_same(run(hooked, one_step), run(wrapped, one_step))
     assert planner.plan_of(wrapped).recomputations
 
@@ -506,8 +494,9 @@ def test_views_that_show_what_is_there_are_not_made(monkeypatch: pytest.MonkeyPa
         result.backward()
         return [result]
 
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%")
+    plain, wrapped = beside(
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), activation_budget="100%"
+    )
     assert_same(run(plain, step), run(wrapped, step))
     ((_, backward),) = halves
     detached, transposed = torch.ops.aten.detach.default, torch.ops.aten.t.default

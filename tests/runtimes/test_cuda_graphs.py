@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.errors import RuntimeUnsupportedError, UsageError
 from tests.models import WIDTH, mean_square, perceptron
 from tests.runtimes import software_graphs
@@ -52,13 +53,16 @@ def loss_of(made: torch.Tensor) -> torch.Tensor:
     return made if made.dim() == 0 else mean_square(made)
 
 
+def updated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model(x))
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for x in batches(6):
-        optimizer.zero_grad()
-        loss = loss_of(model(x))
-        loss.backward()
-        optimizer.step()
-        yield loss
+    return (updated(model, optimizer, x) for x in batches(6))
 
 
 def keeps_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -125,24 +129,16 @@ def twice_through(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def other_sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for number, x in enumerate(batches(10)):
-        optimizer.zero_grad()
-        loss = loss_of(model(x[:48] if number % 5 == 4 else x))
-        loss.backward()
-        optimizer.step()
-        yield loss
+    return (updated(model, optimizer, x[:48] if number % 5 == 4 else x) for number, x in enumerate(batches(10)))
 
 
 def moves_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for number, x in enumerate(batches(8)):
         optimizer.zero_grad()
         loss = loss_of(model(x))
-        if number == 3:
-            loss.backward()
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
-        else:
-            loss.backward()
+        loss.backward()
+        for parameter in model.parameters() if number == 3 else ():
+            parameter.data = parameter.data.clone()
         optimizer.step()
         yield loss
 
@@ -202,7 +198,9 @@ LOOPS: list[Loop] = [
 @functools.cache
 def recomputing(has_loss: bool) -> planner.Plan:
     """Plan to run all of each block again, dropout too."""
-    plan = planner.plan(Net(has_loss=has_loss).train(), batches(1)[0], strategy="every-1", runtime="graph")
+    plan = planner.plan(
+        Net(has_loss=has_loss).train(), batches(1)[0], budget=planner.Budget(strategy="every-1"), runtime="graph"
+    )
     assert any("dropout" in key for keys in plan.recomputations.values() for key in keys)
     return plan
 
@@ -210,7 +208,11 @@ def recomputing(has_loss: bool) -> planner.Plan:
 def trained(loop: Loop, *, cuda_graphs: bool, has_loss: bool) -> tuple[list[torch.Tensor], nn.Module]:
     torch.manual_seed(0)
     model = Net(has_loss=has_loss).train()
-    planner.auto_wrap(model, plan=recomputing(has_loss), replan=True, cuda_graphs=cuda_graphs)
+    planner.auto_wrap(
+        model,
+        budget=planner.Budget(plan=recomputing(has_loss), replan=True),
+        runtime=planner.Runtime(cuda_graphs=cuda_graphs),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1)
     with warnings.catch_warnings():
@@ -249,11 +251,11 @@ def test_a_model_that_is_unwrapped_before_its_backward_has_the_same_gradients() 
     for cuda_graphs in (False, True):
         torch.manual_seed(0)
         model = Net().train()
-        planner.auto_wrap(model, plan=recomputing(True), cuda_graphs=cuda_graphs)
+        planner.auto_wrap(model, budget=recomputing(True), runtime=planner.Runtime(cuda_graphs=cuda_graphs))
         for x in batches(4):
             model.zero_grad()
             loss = model(x)
-            if x is not None and len(found) < 2 and torch.equal(x, batches(4)[3]):
+            if torch.equal(x, batches(4)[3]):
                 planner.unwrap(model)
             loss.backward()
         found.append([p.grad for p in model.parameters()])
@@ -264,7 +266,9 @@ def test_a_model_that_is_unwrapped_before_its_backward_has_the_same_gradients() 
 def test_what_differs_too_often_is_left_without_graphs() -> None:
     torch.manual_seed(0)
     model = Net().train()
-    planner.auto_wrap(model, plan=recomputing(True), replan=True, cuda_graphs=True)
+    planner.auto_wrap(
+        model, budget=planner.Budget(plan=recomputing(True), replan=True), runtime=planner.Runtime(cuda_graphs=True)
+    )
     with pytest.warns(UserWarning, match="runs without CUDA graphs: sizes or parameters change too often"):
         for number in range(40):
             model.zero_grad()
@@ -289,7 +293,12 @@ def test_numbers_of_a_call_are_not_frozen(given: str) -> None:
     for cuda_graphs in (False, True):
         torch.manual_seed(0)
         model = Scaled().train()
-        planner.auto_wrap(model, activation_budget="100%", runtime="graph", cuda_graphs=cuda_graphs)
+        planner.auto_wrap(
+            model,
+            budget=planner.Budget(activations="100%"),
+            runtime=planner.Runtime("graph", cuda_graphs=cuda_graphs),
+            search=planner.Search(time_limit_seconds=0.5),
+        )
         seen = []
         for number in range(5):
             scale = float(number) if given == "number" else torch.tensor(float(number))
@@ -303,8 +312,8 @@ def test_numbers_of_a_call_are_not_frozen(given: str) -> None:
 def test_a_plan_for_a_gpu_counts_what_graphs_hold() -> None:
     model, x = Net(), batches(1, 4096)[0]
     options: dict[str, Any] = {"device": "h100", "runtime": "graph", "time_limit_seconds": 1}
-    plain = planner.plan(model, x, budget="1GiB", **options)
-    graphs = planner.plan(model, x, budget="1GiB", cuda_graphs=True, **options)
+    plain = planner.plan(model, x, **grouped(budget="1GiB", **options))
+    graphs = planner.plan(model, x, **grouped(budget="1GiB", cuda_graphs=True, **options))
     assert plain.reserved is not None and graphs.reserved is not None
     assert plain.reserved.graph_pool_bytes == 0
     step_bytes = plain.peak_bytes - sum(plain.static_bytes.values())
@@ -313,7 +322,7 @@ def test_a_plan_for_a_gpu_counts_what_graphs_hold() -> None:
     held_bytes = graphs.reserved.allocated_bytes - plain.reserved.allocated_bytes
     assert held_bytes > 64 * 2**20 + gradient_bytes  # workspaces of another stream, and copies of gradients
     budget_bytes = graphs.reserved.allocated_bytes - step_bytes // 2
-    tight = planner.plan(model, x, budget=budget_bytes, cuda_graphs=True, **options)
+    tight = planner.plan(model, x, **grouped(budget=budget_bytes, cuda_graphs=True, **options))
     assert tight.reserved is not None
     assert tight.reserved.allocated_bytes <= tight.budget_bytes
     assert tight.recomputations
@@ -327,12 +336,11 @@ def test_a_plan_for_a_gpu_counts_what_graphs_hold() -> None:
         ({"runtime": "modules"}, UsageError, "leave out runtime='modules'"),
         ({"runtime": "inductor"}, UsageError, "leave out runtime='inductor'"),
         ({"offload": True}, UsageError, "leave out offload"),
-        ({"arena": True}, UsageError, "leave out arena"),
         ({"data_parallel": "ddp", "ranks": 2}, UsageError, "leave out ranks"),
     ],
 )
 def test_what_does_not_go_with_graphs_is_refused(asked: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        planner.auto_wrap(Net(), batches(1)[0], budget="1GiB", cuda_graphs=True, **asked)
+        planner.auto_wrap(Net(), batches(1)[0], **grouped(budget="1GiB", cuda_graphs=True, **asked))
     with pytest.raises(error, match=says):
-        planner.auto_wrap(Net(), budget="1GiB", cuda_graphs=True, **asked)
+        planner.auto_wrap(Net(), **grouped(budget="1GiB", cuda_graphs=True, **asked))

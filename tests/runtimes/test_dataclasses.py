@@ -77,7 +77,7 @@ def _batch(count: int = 256) -> Batch:
 def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:
     model, batch = Model(looks=looks), _batch()
     plain = copy.deepcopy(model)
-    plan = wrap_and_hold(model, batch, loss_fn=_loss, activation_budget="85%", runtime=runtime)
+    plan = wrap_and_hold(model, batch, loss_fn=_loss, activation_budget="85%", runtime=runtime, time_limit_seconds=1.0)
     assert plan.static_bytes["inputs"] == sum(tensor.nbytes for tensor in (batch.x, batch.labels))
     assert plan.recompute_seconds > 0
 
@@ -89,7 +89,13 @@ def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:
 
 def test_a_captured_step_is_compared_with_eager_and_verified() -> None:
     model, batch = Model(looks=False), _batch()
-    plan = planner.plan(model, batch, activation_budget="85%", loss_fn=_loss)
+    plan = planner.plan(
+        model,
+        batch,
+        budget=planner.Budget(activations="85%"),
+        search=planner.Search(time_limit_seconds=1.0),
+        loss_fn=_loss,
+    )
     assert plan.runtime == "graph"
     assert plan.eager is not None
     verification = planner.verify(model, batch, plan, loss_fn=_loss)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import planner
 from planner import runtimes
 from planner.capture.inputs import expected_losses
-from planner.common.options import chunks_of
+from planner.common.options import chunks_of, grouped
 from planner.common.units import parse_size
 from planner.errors import UsageError
 from planner.ir.static_memory import LossMemory
@@ -27,15 +27,15 @@ from tests.tiers import tiered
 SIZES = (128, 512, 16, 512)
 
 
-# Inductor calls a C++ compiler.
-@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor", "inductor_blocks"]))
+# Inductor calls a C++ compiler, and 'auto' is 'graph' here.
+@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor", "inductor_blocks", "auto"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 
 
 def wrap(model: nn.Module, *example: torch.Tensor, runtime: str, **options: Any) -> nn.Module:
     options = {"activation_budget": "70%", **options} if "budget" not in options else options
-    return planner.auto_wrap(model, *example, runtime=runtime, time_limit_seconds=1.0, **options)
+    return planner.auto_wrap(model, *example, **grouped(runtime=runtime, time_limit_seconds=1.0, **options))
 
 
 def test_it_introduces_itself(runtime: runtimes.Runtime) -> None:
@@ -51,7 +51,13 @@ def test_a_name_nearby_is_suggested() -> None:
 
 def test_real_steps_keep_the_prediction(runtime: runtimes.Runtime) -> None:
     model, x = Stack(2, block=partial(perceptron, dropout=0.1)), rows(512)
-    plan = planner.plan(model, x, activation_budget="70%", runtime=runtime.name, time_limit_seconds=1.0)
+    plan = planner.plan(
+        model,
+        x,
+        budget=planner.Budget(activations="70%"),
+        runtime=runtime.name,
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences
     assert proof.exact or runtime.tolerance > 0
@@ -79,7 +85,7 @@ def test_a_wrapped_model_trains_and_leaves_no_trace(runtime: runtimes.Runtime) -
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     again = planner.Plan.from_json(plan.to_json())
     assert again.runtime == plan.runtime
-    planner.auto_wrap(model, x, plan=again)
+    planner.auto_wrap(model, x, budget=again)
     assert planner.plan_of(model).recomputations == plan.recomputations
     model(x).backward()
 
@@ -128,7 +134,9 @@ def test_a_percentage_stays_one_of_the_step_in_one_piece() -> None:
         return Stack(2, block=partial(perceptron, hidden=600))
 
     whole = planner.study(build(), rows(512)).problem("80%")
-    model = planner.auto_wrap(build(), budget="80%", chunk=4, time_limit_seconds=1.0)
+    model = planner.auto_wrap(
+        build(), budget="80%", runtime=planner.Runtime(chunk=4), search=planner.Search(time_limit_seconds=1.0)
+    )
     for count in (512, 256):
         model(rows(count)).backward()
         plan = planner.plan_of(model)
@@ -182,7 +190,7 @@ WANTED = torch.randn(512, 512)
 @pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], quick=["graph"]))
 def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
     model, example = Wide(), (rows(512), WANTED)
-    planner.auto_wrap(model, budget="100%", runtime=name)
+    planner.auto_wrap(model, budget="100%", runtime=name, search=planner.Search(time_limit_seconds=1.0))
     model(*example).backward()
     hold_peak(model, example)
 
@@ -190,7 +198,7 @@ def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
 @pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], slow=["regional"]))
 def test_a_loss_outside_that_shrinks_is_held_until_the_backward_ends(name: str) -> None:
     model, loss_fn = Wide(), lambda given: F.mse_loss(given, WANTED)
-    planner.auto_wrap(model, budget="90%", loss_fn=loss_fn, runtime=name)
+    planner.auto_wrap(model, budget="90%", runtime=name, search=planner.Search(time_limit_seconds=1.0), loss_fn=loss_fn)
     loss_fn(model(rows(512))).backward()
     hold_peak(model, rows(512), loss_fn=loss_fn)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import planner
 from planner import runtimes
+from planner.common.options import grouped
 from planner.errors import CaptureError
 from tests.models import Stack, looked_at, rows
 from tests.tiers import tiered
@@ -30,12 +31,12 @@ class DependingOnData(Stack):
 
 def planned(runtime: str) -> nn.Module:
     model = Stack(2)
-    planner.plan(model, rows(128), runtime=runtime, **BUDGET)
+    planner.plan(model, rows(128), **grouped(runtime=runtime, **BUDGET))
     return model
 
 
 def trained(runtime: str) -> nn.Module:
-    model = planner.auto_wrap(Stack(2), rows(128), runtime=runtime, **BUDGET)
+    model = planner.auto_wrap(Stack(2), rows(128), **grouped(runtime=runtime, **BUDGET))
     model(rows(128)).backward()
     return model
 
@@ -52,7 +53,7 @@ def unwrapped(runtime: str) -> nn.Module:
 
 
 def not_captured(runtime: str) -> nn.Module:
-    model = planner.auto_wrap(DependingOnData(2), runtime=runtime, **BUDGET)
+    model = planner.auto_wrap(DependingOnData(2), **grouped(runtime=runtime, **BUDGET))
     with suppress(CaptureError):
         model(rows(128)).backward()
     return model

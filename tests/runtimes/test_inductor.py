@@ -20,6 +20,7 @@ from planner.capture import inductor_internals
 from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_with_inductor, missing_compiler
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.plans import from_solution
 from planner.runtimes._code import Attempt, CodeSearch
@@ -64,7 +65,13 @@ def test_inductor_hands_its_joint_graph_to_a_partition_of_ours():
 def test_the_peak_is_that_of_the_code():
     # What Inductor fuses is not in memory, and what it orders otherwise is: the graph's peak is another.
     model = Towers()
-    plan = planner.plan(model, inputs(), activation_budget="75%", runtime="inductor", time_limit_seconds=1.0)
+    plan = planner.plan(
+        model,
+        inputs(),
+        budget=planner.Budget(activations="75%"),
+        runtime="inductor",
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     assert plan.recomputations
     assert plan.peak_bytes <= plan.budget_bytes
     assert any(finding.rule == "compiled-peak" for finding in plan.warnings)
@@ -89,7 +96,13 @@ class Wide(nn.Module):
 def test_dropout_in_the_code_needs_what_the_operator_of_torch_needs() -> None:
     """It was counted by what planned graphs call in its place, which takes no copy of the mask: 15% too little."""
     model, x = Wide(), torch.randn(512, 64)
-    planner.auto_wrap(model, x, activation_budget="60%", runtime="inductor", time_limit_seconds=1.0)
+    planner.auto_wrap(
+        model,
+        x,
+        budget=planner.Budget(activations="60%"),
+        runtime="inductor",
+        search=planner.Search(time_limit_seconds=1.0),
+    )
 
     def step() -> None:
         model(x).backward()
@@ -111,11 +124,17 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
         return int(factor * honest(self, step, drafts))
 
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", less)
-    plan = planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
+    plan = planner.plan(
+        Towers(),
+        inputs(),
+        budget=planner.Budget(activations="80%"),
+        runtime="inductor",
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes >= 0.9 * plan.budget_bytes or not plan.recomputations
     assert len(limits) == len(set(limits))  # nothing is drafted twice
-    model = planner.auto_wrap(Towers(), plan=plan)  # whose graph may hold more than its budget
+    model = planner.auto_wrap(Towers(), budget=plan)  # whose graph may hold more than its budget
     model(inputs()).backward()
     again = planner.plan_of(model)
     assert (again.recomputations, again.budget_bytes) == (plan.recomputations, plan.budget_bytes)
@@ -143,12 +162,12 @@ def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_it
 def test_a_budget_below_the_graph_that_its_code_keeps_is_not_refused(monkeypatch: pytest.MonkeyPatch):
     ask = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
     with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(Towers(), inputs(), activation_budget="5%", **ask)
+        planner.plan(Towers(), inputs(), **grouped(activation_budget="5%", **ask))
     budget = int(0.95 * refused.value.minimum_feasible_peak_bytes)
     honest = InductorRuntime._peak_bytes
     # Really 1.4 times what the graph can be brought to: let the code be one that holds less than that.
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: int(0.6 * honest(*given)))
-    assert planner.plan(Towers(), inputs(), budget=budget, **ask).peak_bytes <= budget
+    assert planner.plan(Towers(), inputs(), **grouped(budget=budget, **ask)).peak_bytes <= budget
 
 
 @pytest.mark.slow
@@ -167,10 +186,10 @@ def test_the_step_is_captured_once_however_often_its_code_is_drafted(monkeypatch
     monkeypatch.setattr(aot_autograd, "aot_stage1_graph_capture", captured)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     ask = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
-    plan = planner.plan(Towers(), inputs(), activation_budget="80%", **ask)
+    plan = planner.plan(Towers(), inputs(), **grouped(activation_budget="80%", **ask))
     assert len(needs) > 1 and len(captures) == 1
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: honest(*given) + 200_000)
-    model = planner.auto_wrap(Towers(), plan=plan)
+    model = planner.auto_wrap(Towers(), budget=plan)
     model(inputs()).backward()  # and the code is what the second draft says
 
 
@@ -192,7 +211,13 @@ class Images(nn.Module):
 def test_convolutions_and_a_loss_outside_keep_the_bound():
     model = Images()
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    plan = planner.plan(model, x, activation_budget="120%", runtime="inductor", time_limit_seconds=1.0)
+    plan = planner.plan(
+        model,
+        x,
+        budget=planner.Budget(activations="120%"),
+        runtime="inductor",
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert 0.97 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
     assert proof.agrees, proof.differences
@@ -219,7 +244,13 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     monkeypatch.setattr(step, "study_lowered", studied)
     monkeypatch.setattr(from_solution, "baseline_rows", compared)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
-    plan = planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
+    plan = planner.plan(
+        Towers(),
+        inputs(),
+        budget=planner.Budget(activations="80%"),
+        runtime="inductor",
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
     assert len(studies) == 1  # the graph is the same each time
@@ -228,8 +259,14 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     assert plan.baselines[-1].overhead == pytest.approx(plan.recompute_seconds / plan.baseline_step_seconds)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
-        planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
-    model = planner.auto_wrap(Towers(), plan=plan)
+        planner.plan(
+            Towers(),
+            inputs(),
+            budget=planner.Budget(activations="80%"),
+            runtime="inductor",
+            search=planner.Search(time_limit_seconds=1.0),
+        )
+    model = planner.auto_wrap(Towers(), budget=plan)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
         model(inputs())
 
@@ -287,7 +324,14 @@ def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
     """The gradients of both uses of a tied weight became one call, after all else: the logits' gradient waited."""
     tokens = torch.arange(256)
     tied, untied = (
-        planner.plan(Tied(tied=tied), tokens, budget="1GiB", runtime="inductor", compare=False, cost_model="roofline")
+        planner.plan(
+            Tied(tied=tied),
+            tokens,
+            budget="1GiB",
+            runtime="inductor",
+            search=planner.Search(compare=False),
+            target=planner.Target(cost_model="roofline"),
+        )
         for tied in (True, False)
     )
     assert tied.peak_bytes - tied.total_static_bytes <= untied.peak_bytes - untied.total_static_bytes
@@ -314,7 +358,9 @@ def test_loops_over_much_are_called_apart_and_free_what_they_read(monkeypatch: p
 
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", noting)
     for width in (16, 1024):
-        planner.plan(Sums(width), torch.randn(1024, 16), budget="1GiB", runtime="inductor", compare=False)
+        planner.plan(
+            Sums(width), torch.randn(1024, 16), budget="1GiB", runtime="inductor", search=planner.Search(compare=False)
+        )
     assert calls[0] == 1 < calls[1]
 
 
@@ -326,7 +372,7 @@ def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):
         )
 
     monkeypatch.setattr("planner.runtimes.inductor.draft_with_inductor", altered)
-    model = planner.auto_wrap(nn.Linear(4, 4), activation_budget="100%", runtime="inductor")
+    model = planner.auto_wrap(nn.Linear(4, 4), budget=planner.Budget(activations="100%"), runtime="inductor")
     with pytest.raises(PlannerError, match="wrote other code than it had drafted"):
         model(torch.ones(2, 4))
 
@@ -335,7 +381,7 @@ def test_recomputed_random_operations_draw_what_they_drew():
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Dropout(0.5))))
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
     told = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
-    plan = planner.plan(model, x, activation_budget="65%", **told)
+    plan = planner.plan(model, x, **grouped(activation_budget="65%", **told))
     assert any("native_dropout" in key for again in plan.recomputations.values() for key in again)
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences
@@ -350,6 +396,6 @@ def test_without_a_compiler_nothing_is_begun():
 
 
 def test_a_budget_that_nothing_fits_is_refused_out_of_the_compiler():
-    model = planner.auto_wrap(Towers(), activation_budget="1%", runtime="inductor")
+    model = planner.auto_wrap(Towers(), budget=planner.Budget(activations="1%"), runtime="inductor")
     with pytest.raises(InfeasibleBudgetError, match="no plan fits"):
         model(inputs())

@@ -14,15 +14,16 @@ from torch import nn
 
 import planner
 from planner.capture.lowering import LoweredGraph
+from planner.common.options import grouped
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
 from planner.rewrite.block_code import with_code
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import inductor_blocks
-from planner.runtimes.regional import blocks_of, bytes_alone, decisions_on
+from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Stack, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, train
+from tests.runtimes.steps import assert_same, beside, hold_peak, train
 from tests.tiers import tiered
 
 ASK: dict[str, Any] = {"runtime": "inductor_blocks", "time_limit_seconds": 1.0, "deterministic": True}
@@ -86,7 +87,7 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
         return drafted[-1][-1]
 
     monkeypatch.setattr(inductor_blocks, "with_code", noting)
-    planner.plan(Transformer(2, block), batch(), activation_budget="75%", **ASK)
+    planner.plan(Transformer(2, block), batch(), **grouped(activation_budget="75%", **ASK))
     for lowered, _, drafts, costs, effort, code in drafted:
         found_bytes = bytes_alone(code.graph, Schedule.keep_all(code.graph))
         tangents = (value for node in lowered.joint.tangents for value in lowered.storage_of[node])
@@ -100,9 +101,7 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
 @pytest.mark.parametrize("budget", tiered(["100%", "75%", "60%"], quick=["60%"]))  # a C++ compiler is called
 def test_a_step_holds_what_is_said_and_has_the_gradients_of_eager(budget: str) -> None:
     torch.manual_seed(0)
-    plain = Transformer(4)
-    model = copy.deepcopy(plain)
-    planner.auto_wrap(model, batch(), activation_budget=budget, **ASK)
+    plain, model = beside(Transformer(4), batch(), activation_budget=budget, **ASK)
     assert budget == "100%" or planner.plan_of(model).overhead > 0.02
     for _ in range(2):
         assert_same(train(plain, batch()), train(model, batch()), 1e-5)  # dropout draws what it draws in eager
@@ -118,7 +117,7 @@ def test_batch_norm_and_convolutions_run_in_blocks() -> None:
     plain = Convolutions().double()  # in float32 eager's own gradients are off by a thousandth
     model = copy.deepcopy(plain)
     x = torch.randn(4, 16, 16, 16, generator=torch.Generator().manual_seed(0)).double()
-    planner.auto_wrap(model, x, activation_budget="80%", **ASK)
+    planner.auto_wrap(model, x, **grouped(activation_budget="80%", **ASK))
     found, expected = train(model, x), train(plain, x)
     unbiased = {name for name in expected if not re.search(r"[03]\.bias|3\.4\.bias", name)}  # of which all is rounding
     assert_same(*({name: left[name] for name in unbiased} for left in (expected, found)), 1e-9)
@@ -134,27 +133,27 @@ def test_equal_blocks_of_which_the_same_is_asked_are_compiled_once(monkeypatch: 
         return honest(*given)
 
     monkeypatch.setattr(inductor_blocks, "compile_with_inductor", noting)
-    model = planner.auto_wrap(Stack(8), activation_budget="80%", **ASK)
+    model = planner.auto_wrap(Stack(8), **grouped(activation_budget="80%", **ASK))
     model(rows()).backward()
     plan = planner.plan_of(model)
     assert len(compiled) == len({decisions_on(plan, path) for path in blocks_of(plan)}) <= 4
 
 
 def test_a_plan_that_is_given_is_held_against_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planner.plan(Stack(2), rows(), activation_budget="80%", **ASK)
+    plan = planner.plan(Stack(2), rows(), **grouped(activation_budget="80%", **ASK))
     again = planner.Plan.from_json(plan.to_json())
-    model = planner.auto_wrap(Stack(2), plan=again)
+    model = planner.auto_wrap(Stack(2), budget=again)
     model(rows()).backward()
     assert planner.plan_of(model).peak_bytes == plan.peak_bytes
     honest = inductor_blocks._Code.held_by
     monkeypatch.setattr(inductor_blocks._Code, "held_by", lambda *given: (1 << 40, honest(*given)[1]))
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
-        planner.auto_wrap(Stack(2), plan=again)(rows())
+        planner.auto_wrap(Stack(2), budget=again)(rows())
 
 
 def test_code_that_holds_more_than_was_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = inductor_blocks._Code.held_by
     monkeypatch.setattr(inductor_blocks._Code, "held_by", lambda *given: (honest(*given)[0], 1000))
-    model = planner.auto_wrap(Stack(2), activation_budget="100%", **ASK)
+    model = planner.auto_wrap(Stack(2), **grouped(activation_budget="100%", **ASK))
     with pytest.raises(PlanMismatchError, match="holds more than was planned"):
         model(rows())

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrizations
 
 import planner
+from planner.common.options import grouped
 from planner.errors import UsageError
 from tests.models import WIDTH, Stack, perceptron, rows
-from tests.runtimes.steps import assert_same, step, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
+from tests.tiers import tiered
 
 
 def build() -> Stack:
@@ -31,7 +34,7 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def wrapped(model: nn.Module | None = None, **options: Any) -> nn.Module:
-    return planner.auto_wrap(model or build(), activation_budget="75%", time_limit_seconds=1.0, **options)
+    return planner.auto_wrap(model or build(), **grouped(activation_budget="75%", time_limit_seconds=1.0, **options))
 
 
 @pytest.fixture
@@ -172,7 +175,9 @@ def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pyt
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
     def planned(anomalies: bool) -> planner.Plan:
         with torch.autograd.set_detect_anomaly(anomalies):
-            return planner.plan(build(), data(), budget="75%", runtime=runtime, time_limit_seconds=0.5)
+            return planner.plan(
+                build(), data(), budget="75%", runtime=runtime, search=planner.Search(time_limit_seconds=0.5)
+            )
 
     assert planned(True).budget_bytes == planned(False).budget_bytes
 
@@ -180,7 +185,7 @@ def test_planning_looks_for_no_anomalies(runtime: str) -> None:
 def test_checkpointing_of_its_own_is_refused(model: Any) -> None:
     model.blocks[1].gradient_checkpointing = True
     with pytest.raises(UsageError, match=r"itself, in 'blocks\.1'.*gradient_checkpointing_disable"):
-        planner.auto_wrap(model, data(), activation_budget="75%")
+        planner.auto_wrap(model, data(), budget=planner.Budget(activations="75%"))
     model.eval()
     check(model)
 
@@ -196,7 +201,7 @@ def test_copies_are_plain_and_may_be_wrapped(model: nn.Module) -> None:
             planner.plan_of(copied)
         assert_same(expected, train(copied, data()))
         assert copied.blocks[0][1].weight is not model.blocks[0][1].weight
-    assert_same(expected, train(planner.auto_wrap(copied, plan=plan), data()))
+    assert_same(expected, train(planner.auto_wrap(copied, budget=plan), data()))
     assert planner.plan_of(copied).recomputations == plan.recomputations
     assert check(model).recomputations
 
@@ -212,7 +217,7 @@ def test_state_goes_in_and_out(model: nn.Module) -> None:
 
 def test_a_wrapped_part_belongs_to_the_plan_of_the_whole() -> None:
     model = build()
-    planner.auto_wrap(model.blocks[0], activation_budget="100%")
+    planner.auto_wrap(model.blocks[0], budget=planner.Budget(activations="100%"))
     assert check(wrapped(model)).recomputations
 
 
@@ -234,11 +239,15 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("transform", "runtime"),
+    tiered(
+        product(TRANSFORMS, ["graph", "modules", "regional"]),
+        quick=[*product(TRANSFORMS, ["graph"]), *product(["torch.func.grad"], ["modules", "regional"])],
+    ),
+)
 def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str) -> None:
-    plain = Stack(2)
-    model = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime=runtime)
+    plain, model = beside(Stack(2), activation_budget="100%", runtime=runtime)
     expected, found = (TRANSFORMS[transform](one, rows()) for one in (plain, model))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -265,25 +274,6 @@ def test_a_model_with_a_training_step_is_told_to_wrap_what_that_calls() -> None:
         planner.auto_wrap(Called(), budget="1GiB")
 
 
-class Batch:
-    """What a library for graphs passes about: a tensor is in it somewhere."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-class TakesBatch(Stack):
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return super().forward(batch.x)
-
-
-@pytest.mark.parametrize("runtime", ["graph", "modules"])
-def test_objects_are_inputs(runtime: str) -> None:
-    model, batch = TakesBatch(3), Batch(rows())
-    assert planner.plan(model, batch, activation_budget="80%", runtime=runtime).overhead > 0
-    wrap_and_hold(model, (batch,), activation_budget="80%", runtime=runtime)
-
-
 class Pair(nn.Module):
     """Two stacks beside each other."""
 
@@ -301,7 +291,7 @@ def test_a_part_that_is_wrapped_belongs_to_the_plan_of_the_whole(runtime: str) -
     model = Pair()
     wrapped(model.left, runtime=runtime)
     step(model.left, rows(512))
-    wrap_and_hold(model, rows(512), activation_budget="80%", runtime=runtime)
+    wrap_and_hold(model, rows(512), activation_budget="80%", runtime=runtime, time_limit_seconds=1.0)
 
 
 def test_models_may_train_in_threads_of_their_own() -> None:

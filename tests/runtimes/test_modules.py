@@ -25,6 +25,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
+from planner.common.options import grouped
 from planner.errors import (
     CaptureError,
     InfeasibleBudgetError,
@@ -36,14 +37,25 @@ from planner.errors import (
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
+from planner.ir.host import Host
 from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
-from planner.solving.modules.ilp import Chooser, rivals
+from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
+from planner.solving.modules.offload import offloading_variants
 from planner.solving.modules.peaks import Need, Needs
-from planner.solving.modules.variants import cheapest, variants_of
-from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, step, train, wrap_and_hold
+from tests.models import (
+    SEQUENCES,
+    WIDTH,
+    Convolutions,
+    Transformer,
+    images,
+    looked_at,
+    mean_square,
+    perceptron,
+    rows,
+)
+from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
 
 
 class Mlp(nn.Module):
@@ -88,18 +100,15 @@ def _layer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:
-    inputs = Inputs.of(x)
-    step = lower_eager(
-        record(model, inputs), model, inputs.tensors(),
-        StepContext(alignment_bytes=64),
-    )  # fmt: skip
+def problem_of(model: nn.Module, x: torch.Tensor, host: Host | None = None) -> tuple[Problem, tuple[Region, ...]]:
+    inputs, least = Inputs.of(x), {"least_bytes": host.least_bytes} if host else {}
+    step = lower_eager(record(model, inputs), model, inputs.tensors(), StepContext(alignment_bytes=64), **least)
     graph = step.lowered.graph
     costs = tuple(
         OperationCost(seconds=1e-6 * (op.moved_bytes + op.flops), workspace_bytes=op.flops % 4096)
         for op in graph.operations
     )
-    return Problem(graph=graph, costs=costs, budget_bytes=0), step.regions
+    return Problem(graph=graph, costs=costs, budget_bytes=0, host=host), step.regions
 
 
 class Scaled(nn.Module):
@@ -113,22 +122,34 @@ class Scaled(nn.Module):
 
 def test_numbers_that_autograd_keeps_are_counted() -> None:
     x = torch.randn(16, requires_grad=True)  # a storage of 64 bytes: no rounding hides what is missed
-    plan = planner.plan(Scaled(), x, budget="100%", runtime="modules", compare=False)
+    plan = planner.plan(Scaled(), x, budget="100%", runtime="modules", search=planner.Search(compare=False))
     peak_bytes, _ = measure_peak(lambda: Scaled()(x).backward(), torch.device("cpu"))
     predicted_bytes = plan.peak_bytes - plan.total_static_bytes
     assert 64 * 8 < peak_bytes <= predicted_bytes <= peak_bytes + 70 * 64
 
 
 @pytest.mark.parametrize(
-    ("model", "x"), [(Stack(2), rows(16)), (Convolutions(2), images(2, size=8)), (Detached(2), rows(16))]
+    ("model", "x", "sends"),
+    [
+        (Stack(2), rows(16), False),
+        (Convolutions(2), images(2, size=8), False),
+        (Detached(2), rows(16), False),
+        (Stack(2), rows(), True),
+        (Convolutions(), images(2, size=8), True),
+        (Transformer(2), SEQUENCES, True),
+    ],
 )
-def test_the_programme_knows_what_the_simulator_finds(model: nn.Module, x: torch.Tensor) -> None:
-    problem, regions = problem_of(model, x)
-    variants = variants_of(regions, problem.graph, problem.costs)
+def test_the_programme_knows_what_the_simulator_finds(model: nn.Module, x: torch.Tensor, sends: bool) -> None:
+    host = Host(bytes_per_second=1e6, budget_bytes=2**40, least_bytes=64) if sends else None
+    problem, regions = problem_of(model, x, host)
+    variants = (offloading_variants if sends else variants_of)(regions, problem.graph, problem.costs)
     assert any(variant.kept for variant in variants)
     needs = Needs(problem.graph, problem.costs, variants)
-    for chosen in choices(variants, at_most=2):
-        check_needs(problem, variants, needs, chosen)
+    chosen = choices(variants, at_most=2)
+    if sends:
+        chosen = [c for c in chosen if any(variants[r].sent for r in c)][:: len(variants)]
+    for choice in chosen:
+        check_needs(problem, variants, needs, choice)
 
 
 def check_needs(problem: Problem, variants: Sequence[Region], needs: Needs, chosen: Collection[int]) -> None:
@@ -155,24 +176,18 @@ def bytes_with(need: Need, chosen: Collection[int]) -> int:
     return there
 
 
-def test_what_no_backward_reads_is_let_go_of_at_no_cost() -> None:
-    plan = wrap_and_hold(Detached(), (rows(512),), activation_budget="60%", runtime="modules")
-    assert plan.overhead == 0
-    assert modules_of(plan)
-
-
 def test_errors_say_of_what_a_smallest_budget_is_proven() -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"no choice of modules needs less than [\d.]+ KiB\)"):
-        planner.plan(Stack(), rows(), activation_budget=1, runtime="modules")
+        planner.plan(Stack(), rows(), budget=planner.Budget(activations=1), runtime="modules")
 
 
 def test_a_budget_below_what_is_resident_is_told_what_a_choice_of_modules_is_known_for() -> None:
     model, x = Stack(3), rows()
     options: dict[str, Any] = {"runtime": "modules", "time_limit_seconds": 1.0}
     with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(model, x, budget=1, **options)
+        planner.plan(model, x, **grouped(budget=1, **options))
     smallest_bytes = refused.value.minimum_feasible_peak_bytes
-    assert planner.plan(model, x, budget=smallest_bytes, **options).peak_bytes <= smallest_bytes
+    assert planner.plan(model, x, **grouped(budget=smallest_bytes, **options)).peak_bytes <= smallest_bytes
 
 
 def test_the_choice_is_the_best_of_all() -> None:
@@ -232,7 +247,7 @@ def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
 
 def choices(variants: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
     """Return every choice of so many ways, at most one on each path of the module tree."""
-    together = [set(numbers) for numbers in rivals(variants)]
+    together = [set(numbers) for numbers in exclusive_sets(variants)]
     found: list[tuple[int, ...]] = [()]
     for number in range(len(variants)):
         found += [
@@ -259,7 +274,7 @@ def test_recording_leaves_no_trace() -> None:
 
 
 def test_nothing_is_left_in_the_model_between_calls() -> None:
-    model = planner.auto_wrap(Stack(), rows(), activation_budget="60%", runtime="modules")
+    model = planner.auto_wrap(Stack(), rows(), budget=planner.Budget(activations="60%"), runtime="modules")
     assert modules_of(planner.plan_of(model))
     loss = model(rows())
     assert all(installed_call(m) is None for name, m in model.named_modules() if name)
@@ -274,21 +289,19 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     wrapped = copy.deepcopy(plain)
     seen: list[str] = []
     wrapped.blocks[1].inner.register_full_backward_hook(lambda *_: seen.append("hook"))
-    planner.auto_wrap(wrapped, rows().requires_grad_(), activation_budget="60%", runtime="modules")
+    planner.auto_wrap(wrapped, rows().requires_grad_(), budget=planner.Budget(activations="60%"), runtime="modules")
     for model in (plain, wrapped):
         x = rows().requires_grad_()
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
         gradient.square().sum().backward()
     assert seen
-    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert_gradients(plain, wrapped)
 
 
 @pytest.mark.parametrize("runtime", ["modules", pytest.param("auto", marks=pytest.mark.filterwarnings("ignore"))])
 def test_a_frozen_model_runs_as_it_is_until_it_trains_again(runtime: str) -> None:
     model = Branching().requires_grad_(False)
-    planner.auto_wrap(model, activation_budget="60%", runtime=runtime)
+    planner.auto_wrap(model, budget=planner.Budget(activations="60%"), runtime=runtime)
     assert not model(rows()).requires_grad
     model.requires_grad_(True)(rows()).backward()
     plan = planner.plan_of(model)
@@ -310,7 +323,7 @@ def test_what_is_changed_before_the_backward_is_refused(state: str) -> None:
     for block in model.blocks:
         block.inner.register_buffer("unread", torch.zeros(1))
         block.inner.mask = torch.zeros(1)
-    planner.auto_wrap(model, rows(), activation_budget="60%", runtime="modules")
+    planner.auto_wrap(model, rows(), budget=planner.Budget(activations="60%"), runtime="modules")
     chosen = model.get_submodule(modules_of(planner.plan_of(model))[0])
     loss = model(rows())
     assert isinstance(chosen, Mlp)
@@ -345,8 +358,7 @@ def replace_forward(block: Any) -> None:
 @pytest.mark.parametrize("change", [nn.Module.eval, freeze, drop_more, hook_outputs, replace_part, replace_forward])
 def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
     torch.manual_seed(0)
-    plain = Stack()
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), rows(), activation_budget="60%", runtime="modules")
+    plain, wrapped = beside(Stack(), rows(), activation_budget="60%", runtime="modules")
     chosen = modules_of(planner.plan_of(wrapped))
     assert chosen
     for model in (plain, wrapped):
@@ -357,9 +369,7 @@ def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
         changed = [dict(vars(part)) for part in model.blocks.modules()]
         loss.backward()
         assert [vars(part) for part in model.blocks.modules()] == changed
-    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert_gradients(plain, wrapped)
 
 
 class Growing(nn.Module):
@@ -383,7 +393,7 @@ def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it
     plain = nn.Sequential(*(Growing() for _ in range(4)))
     wrapped = copy.deepcopy(plain)
     options: dict[str, Any] = {"activation_budget": "85%", "loss_fn": mean_square, "runtime": "modules"}
-    planner.auto_wrap(wrapped, rows(), **options)
+    planner.auto_wrap(wrapped, rows(), **grouped(**options))
     assert modules_of(planner.plan_of(wrapped))
     for model in (plain, wrapped):
         losses = []
@@ -393,14 +403,12 @@ def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it
             losses.append(mean_square(model(rows())))
         sum(losses).backward()
         assert [(block.calls, len(block.seen)) for block in model] == 4 * [(2, 3)]
-    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_gradients(plain, wrapped)
 
 
 def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() -> None:
     torch.manual_seed(0)
-    plain = Stack().eval()
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="60%", runtime="modules")
+    plain, wrapped = beside(Stack().eval(), activation_budget="60%", runtime="modules")
     for model in (plain, wrapped):
         trained = dict(model.named_parameters())
         for _ in range(2):  # the second step is of computed parameters
@@ -409,13 +417,12 @@ def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() 
             trained = {name: p - 0.1 * g for (name, p), g in zip(trained.items(), gradients, strict=True)}
         functional_call(model, trained, (rows(),)).backward()
     assert modules_of(planner.plan_of(wrapped))
-    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_gradients(plain, wrapped)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_parameters_that_are_computed_are_recorded_without_their_history() -> None:
-    model = planner.auto_wrap(Stack(), activation_budget="60%", runtime="modules")
+    model = planner.auto_wrap(Stack(), budget=planner.Budget(activations="60%"), runtime="modules")
     computed = {name: p * 0.9 for name, p in model.named_parameters()}
     functional_call(model, computed, (rows(),)).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -427,7 +434,7 @@ def test_a_scripted_part_runs() -> None:
     model, x = nn.Sequential(perceptron(), scripted, perceptron()), rows()
     for _ in range(3):  # TorchScript itself rounds otherwise after its first runs
         expected = torch.autograd.grad(mean_square(model(x)), [*model.parameters()])
-    planner.auto_wrap(model, activation_budget="80%", loss_fn=mean_square, runtime="modules")
+    planner.auto_wrap(model, budget=planner.Budget(activations="80%"), runtime="modules", loss_fn=mean_square)
     mean_square(model(x)).backward()
     assert modules_of(planner.plan_of(model))
     for gradient, parameter in zip(expected, model.parameters(), strict=True):
@@ -455,20 +462,24 @@ def test_layers_that_a_model_declares_are_the_candidates() -> None:
     model = Stack()
     model.blocks[1] = GradientCheckpointingLayer()
     model.blocks[2] = GradientCheckpointingLayer()
-    plan = planner.plan(model, rows(), activation_budget="75%", runtime="modules", compare=False)
+    plan = planner.plan(
+        model, rows(), budget=planner.Budget(activations="75%"), runtime="modules", search=planner.Search(compare=False)
+    )
     assert all(name.startswith(("blocks.1", "blocks.2")) for name in modules_of(plan))
     model.blocks[1].gradient_checkpointing = True
     with pytest.raises(UsageError, match="gradient_checkpointing_disable"):
-        planner.plan(model, rows(), activation_budget="75%", runtime="modules")
+        planner.plan(model, rows(), budget=planner.Budget(activations="75%"), runtime="modules")
 
 
 def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
-    plan = planner.Plan.from_json(planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules").to_json())
-    model = planner.auto_wrap(Stack(), plan=plan)
+    plan = planner.Plan.from_json(
+        planner.plan(Stack(), rows(), budget=planner.Budget(activations="70%"), runtime="modules").to_json()
+    )
+    model = planner.auto_wrap(Stack(), budget=plan)
     model(rows()).backward()
     assert modules_of(planner.plan_of(model)) == modules_of(plan)
     with pytest.raises(PlanMismatchError, match="made for something else"):
-        planner.auto_wrap(Stack(3), rows(), plan=plan)
+        planner.auto_wrap(Stack(3), rows(), budget=plan)
 
 
 class CheckpointsItself(Stack):
@@ -496,14 +507,14 @@ def test_a_model_that_calls_checkpoint_itself_is_refused_with_the_line(model: nn
     source, first = inspect.getsourcelines(type(model).forward)
     line = first + next(number for number, text in enumerate(source) if "checkpoint" in text)
     with pytest.raises(UsageError, match=rf"test_modules.py:{line};.*decides.*runtime 'graph'"):
-        planner.plan(model, rows(), activation_budget="80%", runtime="modules")
+        planner.plan(model, rows(), budget=planner.Budget(activations="80%"), runtime="modules")
     with pytest.raises(UsageError, match="checkpoint itself, at"):
-        planner.auto_wrap(model, activation_budget="80%", runtime="modules")(rows())
+        planner.auto_wrap(model, budget=planner.Budget(activations="80%"), runtime="modules")(rows())
     assert all(installed_call(module) is None for name, module in model.named_modules() if name)
 
 
 def test_a_wrapped_model_may_run_under_a_checkpoint_of_the_callers() -> None:
-    model = planner.auto_wrap(Stack(), activation_budget="100%", runtime="modules")
+    model = planner.auto_wrap(Stack(), budget=planner.Budget(activations="100%"), runtime="modules")
     checkpoint(model, rows(), use_reentrant=False).backward()
     assert planner.plan_of(model).recomputations == {}
 
@@ -548,7 +559,7 @@ def test_findings_are_those_of_whole_graphs() -> None:
 
 
 def findings(model: nn.Module, *, budget: str = "100%", runtime: str = "modules", **options: Any) -> set[str]:
-    made = planner.plan(model, rows(), budget=budget, runtime=runtime, compare=False, **options)
+    made = planner.plan(model, rows(), **grouped(budget=budget, runtime=runtime, compare=False, **options))
     return {warning.rule for warning in made.warnings}
 
 
@@ -592,13 +603,15 @@ def test_what_talks_to_other_processes_is_left_alone(tmp_path: Path) -> None:
 
 def test_auto_falls_back_and_says_why() -> None:
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
-        plan = planner.plan(Branching(), rows(), activation_budget="70%", compare=False)
+        plan = planner.plan(
+            Branching(), rows(), budget=planner.Budget(activations="70%"), search=planner.Search(compare=False)
+        )
     assert plan.runtime == "parts"
     assert {"runtime", "depends-on-data"} <= {warning.rule for warning in plan.warnings}
     with pytest.raises(CaptureError, match="one graph"):
-        planner.plan(Branching(), rows(), activation_budget="70%", runtime="graph")
+        planner.plan(Branching(), rows(), budget=planner.Budget(activations="70%"), runtime="graph")
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
-        model = planner.auto_wrap(Branching(), activation_budget="70%")
+        model = planner.auto_wrap(Branching(), budget=planner.Budget(activations="70%"))
         model(rows()).backward()
     assert "runtime" in {warning.rule for warning in planner.plan_of(model).warnings}
     with warnings.catch_warnings():
@@ -627,9 +640,9 @@ class Decaying(nn.Module):
 def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
     model, x = nn.Sequential(*(Decaying() for _ in range(3))), rows()
     with pytest.raises(UnsupportedModelError, match=r"other memory by \.data = \(.*test_modules.py:\d+\)"):
-        planner.plan(model, x, activation_budget="100%", loss_fn=mean_square, runtime="graph")
+        planner.plan(model, x, budget=planner.Budget(activations="100%"), runtime="graph", loss_fn=mean_square)
     plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="100%", loss_fn=mean_square)
+    planner.auto_wrap(model, budget=planner.Budget(activations="100%"), loss_fn=mean_square)
     with pytest.warns(UserWarning, match="'modules' in place of 'graph'.* other memory"):
         found = train(model, x, mean_square)
     assert_same(train(plain, x, mean_square), found)

@@ -13,18 +13,13 @@ from rich.console import Console
 from torch import nn
 
 import planner
+from planner.analysis.trade_off.answers import MethodSweep
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.analysis.trade_off.methods import MethodSweep
-from planner.capture.eager.graph import lower_eager
-from planner.capture.eager.record import record
-from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
-from planner.common.options import Search
+from planner.common.options import Search, grouped
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
-from planner.ir.builder import StepContext
 from planner.ir.checkpoints import schedule_of
-from planner.ir.graph import OperationCost
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.simulator import simulate
@@ -34,25 +29,24 @@ from planner.report import render
 from planner.rewrite import host_copies
 from planner.runtimes._hooks import Waiting
 from planner.solvers import checkpoints
+from planner.solving.modules.ilp import keeping
 from planner.solving.modules.offload import (
     cheapest_with_offload,
+    moved,
     offloading_variants,
     sending,
     sending_given,
+    widened,
 )
-from planner.solving.modules.peaks import Needs
-from planner.solving.modules.transfer_windows import moved, widened
-from planner.solving.modules.variants import keeping
 from tests.models import SEQUENCES, Convolutions, Transformer, images, rows
-from tests.runtimes.steps import wrap_and_hold
-from tests.runtimes.test_modules import Stack, check_needs, choices
-from tests.runtimes.test_selective import gradients
+from tests.runtimes.steps import assert_gradients, beside, wrap_and_hold
+from tests.runtimes.test_modules import Stack, choices, problem_of
 
 OPTIONS: Any = {"runtime": "modules", "offload": True, "offload_at_least": 1024, "time_limit_seconds": 1.5}
 
 
 def plan_for(model: nn.Module, x: Any, budget: str) -> planner.Plan:
-    return planner.plan(model, x, activation_budget=budget, compare=False, **OPTIONS)
+    return planner.plan(model, x, **grouped(activation_budget=budget, compare=False, **OPTIONS))
 
 
 SEND, RUN_AGAIN, BOTH, KEEP_AND_SEND = range(4)
@@ -132,40 +126,13 @@ def test_every_way_is_as_predicted(
 # The choice.
 
 
-def problem_of(model: nn.Module, x: torch.Tensor, rate: float) -> tuple[Problem, tuple[Any, ...]]:
-    inputs = Inputs.of(x)
-    step = lower_eager(
-        record(model, inputs), model, inputs.tensors(), StepContext(alignment_bytes=64),
-        least_bytes=64,
-    )  # fmt: skip
-    graph = step.lowered.graph
-    costs = tuple(
-        OperationCost(seconds=1e-6 * (op.moved_bytes + op.flops), workspace_bytes=op.flops % 4096)
-        for op in graph.operations
-    )
-    host = Host(bytes_per_second=rate, budget_bytes=2**40, least_bytes=64)
-    return Problem(graph=graph, costs=costs, budget_bytes=0, host=host), step.regions
-
-
-@pytest.mark.parametrize("model", [Stack(2), Convolutions(), Transformer(2)])
-def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
-    x = (
-        images(2, size=8)
-        if isinstance(model, Convolutions)
-        else SEQUENCES
-        if isinstance(model, Transformer)
-        else rows()
-    )
-    problem, regions = problem_of(model, x, 1e6)
-    variants = offloading_variants(regions, problem.graph, problem.costs)
-    needs = Needs(problem.graph, problem.costs, variants)
-    for chosen in [c for c in choices(variants, at_most=2) if any(variants[r].sent for r in c)][:: len(variants)]:
-        check_needs(problem, variants, needs, chosen)
+def host_at(rate: float) -> Host:
+    return Host(bytes_per_second=rate, budget_bytes=2**40, least_bytes=64)
 
 
 @pytest.mark.parametrize("rate", [2e5, 2e6])
 def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
-    problem, regions = problem_of(Stack(2), rows(64), rate)
+    problem, regions = problem_of(Stack(2), rows(64), host_at(rate))
     variants = offloading_variants(regions, problem.graph, problem.costs)
     chosen = [[variants[r] for r in numbers] for numbers in choices(variants)]
     found = [problem.evaluate(schedule_of(problem.graph, taken)) for taken in chosen]
@@ -193,26 +160,26 @@ def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
 def test_budgets_that_no_checkpoint_keeps() -> None:
     model = Stack()
     with pytest.raises(InfeasibleBudgetError) as alone:
-        planner.plan(model, rows(), activation_budget=64, runtime="modules")
+        planner.plan(model, rows(), budget=planner.Budget(activations=64), runtime="modules")
     with pytest.raises(InfeasibleBudgetError) as together:
         plan_for(model, rows(), "1%")
     budget = together.value.minimum_feasible_peak_bytes
     assert budget < alone.value.minimum_feasible_peak_bytes
-    plan = planner.plan(model, rows(), budget=budget, **OPTIONS)
+    plan = planner.plan(model, rows(), **grouped(budget=budget, **OPTIONS))
     assert plan.offloading is not None and plan.minimum_feasible_peak_bytes == budget
     console = Console(width=100, record=True, file=io.StringIO())
     render(plan, console, full=True)
     shown = console.export_text()
     assert "in the host's memory" in shown and "of the tensors that it saves" in shown
     with pytest.raises(InfeasibleBudgetError, match=r"bytes\): give that much as host_budget") as small:
-        planner.plan(model, rows(), budget=budget, host_budget=4096, **OPTIONS)
+        planner.plan(model, rows(), **grouped(budget=budget, host_budget=4096, **OPTIONS))
     needed: Any = small.value.__cause__
-    enough = planner.plan(model, rows(), budget=budget, host_budget=needed.host_budget_bytes, **OPTIONS)
+    enough = planner.plan(model, rows(), **grouped(budget=budget, host_budget=needed.host_budget_bytes, **OPTIONS))
     assert enough.offloading is not None and enough.offloading.host_bytes <= needed.host_budget_bytes
 
 
 def test_more_of_the_budget_buys_time_to_hide() -> None:
-    problem, regions = problem_of(Transformer(4), SEQUENCES, 2e6)
+    problem, regions = problem_of(Transformer(4), SEQUENCES, host_at(2e6))
     posed = replace(problem, budget_bytes=problem.baseline.peak_bytes * 6 // 10)
     found, again = (
         cheapest_with_offload(posed, regions, SolveLimits(time_limit_seconds=2, deterministic=True).clock())
@@ -237,14 +204,14 @@ def test_more_of_the_budget_buys_time_to_hide() -> None:
 def test_a_plan_is_carried_over_and_refused_elsewhere() -> None:
     plan = plan_for(Stack(), rows(), "45%")
     assert plan.offloading is not None
-    model = planner.auto_wrap(Stack(), plan=plan, replan=True)
+    model = planner.auto_wrap(Stack(), budget=planner.Budget(plan=plan, replan=True))
     model(rows(128)).backward()
     over = planner.plan_of(model)
     assert over.offloading is not None and (
         over.offloading.modules == plan.offloading.modules or not over.added_seconds
     )
     with pytest.raises(UsageError, match="made for something else"):
-        planner.auto_wrap(Stack(3), rows(), plan=plan)
+        planner.auto_wrap(Stack(3), rows(), budget=plan)
     with pytest.raises(PlanFileError, match="tensors"):
         planner.Plan.from_json(plan.to_json().replace('"tensors": [', '"tensors": ["x", ', 1))
     assert variants_in(plan, ()) is None
@@ -253,33 +220,35 @@ def test_a_plan_is_carried_over_and_refused_elsewhere() -> None:
 def test_a_study_offloads_as_a_plan_does() -> None:
     step = planner.study(Stack(), rows(), runtime="modules")
     told = {**OPTIONS, "deterministic": True, "compare": False}
-    plan = planner.plan(Stack(), rows(), activation_budget="45%", **told)
+    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="45%", **told))
     del told["runtime"]
     asked = step.plan(activation_budget="45%", **told)
     for found in (plan, asked):
         assert found.offloading is not None and found.offloading.modules
     assert replace(asked, capture_seconds=plan.capture_seconds, solve_seconds=plan.solve_seconds) == plan
-    assert step.plan(activation_budget="70%").offloading is None, "what was asked before leaves nothing behind"
+    assert step.plan(budget=planner.Budget(activations="70%")).offloading is None, (
+        "what was asked before leaves nothing behind"
+    )
     with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
-        step.plan(budget="60%", offload=True, offload_lossy=True)
+        step.plan(budget="60%", offload=planner.Offload(lossy=True))
 
 
 def test_a_curve_of_choices_of_modules() -> None:
     """Every point is a choice of modules, which arbitrary schedules of the eager step are not."""
-    told: Any = {"runtime": "modules", "points": 4, "time_limit_seconds": 4.0}
-    alone = planner.what_if(Stack(), rows(), **told)
+    told: Any = {"runtime": "modules", "budgets": 4, "time_limit_seconds": 4.0}
+    alone = planner.what_if(Stack(), rows(), **grouped(**told))
     step = planner.study(Stack(), rows(), runtime="modules")
     for point in alone.points[:-1]:
         assert point.overhead is not None
-        plan = step.plan(budget=point.budget_bytes, time_limit_seconds=2.0)
+        plan = step.plan(budget=point.budget_bytes, search=planner.Search(time_limit_seconds=2.0))
         assert plan.overhead == pytest.approx(point.overhead) and plan.peak_bytes == point.predicted_peak_bytes
         assert modules_of(plan)
     assert alone.points[-1].overhead == 0 and alone.points[0].budget_bytes == alone.minimum_feasible_peak_bytes
-    both = planner.what_if(Stack(), rows(), offload=True, offload_at_least=1024, **told)
+    both = planner.what_if(Stack(), rows(), **grouped(offload=True, offload_at_least=1024, **told))
     assert both.minimum_feasible_peak_bytes <= alone.minimum_feasible_peak_bytes
     assert any(point.host_bytes for point in both.points)
     with pytest.raises(UsageError, match="'ilp' decides on a whole graph"):
-        planner.what_if(Stack(), rows(), solver="ilp", **told)
+        planner.what_if(Stack(), rows(), **grouped(solver="ilp", **told))
 
 
 def test_other_ways_beside_such_a_curve() -> None:
@@ -303,18 +272,26 @@ def test_other_ways_beside_such_a_curve() -> None:
 def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:
     plan = plan_for(Stack(), rows(), "45%")
     assert plan.offloading is not None
-    found = planner.audit(Stack(), rows(), current=plan, budget="90%", time_limit_seconds=2.0)
+    found = planner.audit(Stack(), rows(), search=planner.Search(time_limit_seconds=2.0), current=plan, budget="90%")
     assert (found.now.peak_bytes, found.now.added_seconds) == (plan.peak_bytes, pytest.approx(plan.added_seconds))
     assert found.now.offloading is not None and found.now.offloading.host_bytes == plan.offloading.host_bytes
     assert not found.notes and found.fits
     for best in (found.best, found.within_budget):
         assert best is not None and best.runtime == "modules" and best.added_seconds <= plan.added_seconds
-    layers = planner.audit(Stack(), rows(), current="every-layer", runtime="modules", time_limit_seconds=2.0)
+    layers = planner.audit(
+        Stack(), rows(), runtime="modules", search=planner.Search(time_limit_seconds=2.0), current="every-layer"
+    )
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
 
 
 def test_nothing_changes_without_offload() -> None:
-    alone = planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules", compare=False)
+    alone = planner.plan(
+        Stack(),
+        rows(),
+        budget=planner.Budget(activations="70%"),
+        runtime="modules",
+        search=planner.Search(compare=False),
+    )
     allowed = plan_for(Stack(), rows(), "100%")
     assert alone.offloading is None and "offload" not in alone.report()
     assert alone.fingerprint == allowed.fingerprint
@@ -340,7 +317,7 @@ def test_nothing_is_left_after_steps_that_break_off() -> None:
     model = Fails().eval()
     wanted = torch.autograd.grad(model(rows()), list(model.parameters()))
     pool = host_copies.POOL = host_copies.Pool()
-    planner.auto_wrap(model, rows(), activation_budget="45%", **OPTIONS)
+    planner.auto_wrap(model, rows(), **grouped(activation_budget="45%", **OPTIONS))
     with torch.no_grad():
         model(rows())
     assert pool.peak_bytes == 0
@@ -365,16 +342,14 @@ def test_nothing_is_left_after_steps_that_break_off() -> None:
 def test_two_steps_at_once_and_backwards_again(monkeypatch: pytest.MonkeyPatch) -> None:
     take(monkeypatch, MIXED, shift=1)
     torch.manual_seed(0)
-    plain = Transformer(4, dropout=0.0)
-    wrapped = copy.deepcopy(plain)
-    planner.auto_wrap(wrapped, SEQUENCES, activation_budget="97%", **OPTIONS)
+    plain, wrapped = beside(Transformer(4, dropout=0.0), SEQUENCES, activation_budget="97%", **OPTIONS)
     assert planner.plan_of(wrapped).offloading.modules and modules_of(planner.plan_of(wrapped))
     for model in (plain, wrapped):
         losses = [model(SEQUENCES), model(2 * SEQUENCES)]
         losses[0].backward(retain_graph=True)
         losses[1].backward()
         losses[0].backward()
-    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(wrapped), strict=True))
+    assert_gradients(plain, wrapped)
     assert host_copies.POOL.in_use_bytes == 0
 
 
@@ -384,13 +359,12 @@ def test_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Stack().eval()
     wrapped = copy.deepcopy(plain)
     x = rows().requires_grad_()
-    planner.auto_wrap(wrapped, x, activation_budget="97%", **OPTIONS)
+    planner.auto_wrap(wrapped, x, **grouped(activation_budget="97%", **OPTIONS))
     assert planner.plan_of(wrapped).offloading.modules
     for model in (plain, wrapped):
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
         gradient.square().sum().backward()
-    for a, b in zip(gradients(plain), gradients(wrapped), strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert_gradients(plain, wrapped)
 
 
 # The hooks alone.

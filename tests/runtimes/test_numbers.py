@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import planner
 from planner.capture import programs
+from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
+from planner.errors import CaptureError
 from planner.runtimes import graph
 from tests.models import Stack, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, train
+from tests.runtimes.steps import assert_same, beside, hold_peak, train
 
 
 class Annealed(Stack):
@@ -44,7 +50,9 @@ class Counting(Stack):
 
 def wrapped() -> tuple[nn.Module, nn.Module]:
     model = Annealed(3)
-    return copy.deepcopy(model), planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    return copy.deepcopy(model), planner.auto_wrap(
+        model, budget=planner.Budget(activations="70%"), search=planner.Search(time_limit_seconds=0.5)
+    )
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
@@ -62,9 +70,7 @@ def test_a_number_that_changes_costs_one_more_capture(is_argument: bool, caplog:
 
 def test_a_counter_that_the_forward_moves_is_captured_three_times_at_most(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    model = Counting(3)
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Counting(3), activation_budget="70%", time_limit_seconds=0.5)
     for _ in range(6):
         assert_same(train(plain, rows()), train(model, rows()))
         assert model.count == plain.count
@@ -101,9 +107,9 @@ def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest.WarningsRecorder) -> None:
     """A dropout's probability is one: annealed, or switched off for the last epochs."""
-    model = Stack(3, block=partial(perceptron, dropout=0.1))
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(
+        Stack(3, block=partial(perceptron, dropout=0.1)), activation_budget="70%", time_limit_seconds=0.5
+    )
     for probability in (0.1, 0.3, 0.5, 0.3, 0.0, 0.5):
         for trained in (plain, model):
             for part in trained.modules():
@@ -138,9 +144,7 @@ READ: dict[str, Callable[[torch.Tensor], int | float]] = {
 
 @pytest.mark.parametrize("kind", READ)
 def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str) -> None:
-    model = Reading(READ[kind])
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Reading(READ[kind]), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 1024, 512, 768, 1024):
         inputs = (rows(count),)
         assert_same(train(plain, inputs), train(model, inputs))
@@ -161,9 +165,7 @@ class Warming(Stack):
 
 
 def test_a_number_that_is_read_from_a_buffer_is_none_that_is_given() -> None:
-    model = Warming()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Warming(), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 1024, 512, 1024):
         assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
         assert planner.plan_of(model).runtime == "graph"
@@ -181,9 +183,7 @@ def test_a_number_that_is_only_checked_is_one_at_all_sizes(
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    model = Checking(3)
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Checking(3), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 512, 768):
         assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
     assert len(caplog.records) == 2
@@ -204,10 +204,83 @@ class Noting(Stack):
 
 def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_OFTEN", 2)
-    model = planner.auto_wrap(Noting(), activation_budget="70%", runtime="graph", time_limit_seconds=0.2)
+    model = planner.auto_wrap(
+        Noting(),
+        budget=planner.Budget(activations="70%"),
+        runtime="graph",
+        search=planner.Search(time_limit_seconds=0.2),
+    )
     for _ in range(2):
         model(rows()).backward()
     with pytest.warns(
         UserWarning, match=r"no longer so that len\(self\.sizes\) == 1 \(at test_numbers\.py:\d+ in forward"
     ):
         model(rows()).backward()
+
+
+# Numbers that a forward draws from Python's and numpy's random states: inputs of the captured program, eager's own.
+
+
+class Mixing(Stack):
+    """Mixes the rows of a batch by shares that it draws."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.draw()
+        x = share * x + (1 - share) * x.flip(0)
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x), 0.1) * random.uniform(0.5, 1.5)
+        return mean_square(x) * self.draw()
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": lambda: random.random(),
+    "betavariate": lambda: random.betavariate(0.4, 0.4),
+    "gauss": lambda: random.gauss(0.0, 1.0),
+    "numpy.beta": lambda: numpy.random.beta(0.4, 0.4),
+    "numpy.normal": lambda: numpy.random.normal(loc=0.5),
+    "numpy.rand": lambda: float(numpy.random.rand()),
+    "numpy.triangular": lambda: numpy.random.triangular(0, 0.5, 1),
+}
+
+
+def drawn_step(model: nn.Module, step: int, x: torch.Tensor) -> tuple[list[torch.Tensor], RandomStates]:
+    torch.manual_seed(step)
+    random.seed(step)
+    numpy.random.seed(step)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())], RandomStates()
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_they_are_those_of_eager_and_cost_one_capture(draw: str) -> None:
+    plain = Mixing(DRAWS[draw])
+    options: dict[str, Any] = {"time_limit_seconds": 0.5, "maximum_shapes": 1, "runtime": "graph"}
+    model = planner.auto_wrap(copy.deepcopy(plain), **grouped(activation_budget="70%", **options))
+    for step in range(4):
+        (ours, our_states), (theirs, their_states) = drawn_step(model, step, rows()), drawn_step(plain, step, rows())
+        assert all(map(torch.equal, ours, theirs)) and our_states == their_states, step
+    hold_peak(model, (rows(),))
+
+
+def test_no_branch_is_taken_by_them_in_silence() -> None:
+    class Dropping(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                if random.random() < 0.5:
+                    x = x + block(x)
+            return mean_square(x)
+
+    with pytest.raises(CaptureError, match="cannot be captured as one graph"):
+        planner.plan(Dropping(), rows(), budget="100%", runtime="graph")
+
+
+@pytest.mark.parametrize("draw", [lambda: numpy.random.normal(0, 1, 1)[0], lambda: numpy.random.normal(size=1)[0]])
+def test_arrays_are_not_taken_for_numbers(draw: Callable[[], Any]) -> None:
+    with pytest.raises(CaptureError, match="cannot be captured as one graph"):
+        planner.plan(Mixing(draw), rows(), budget="100%", runtime="graph")

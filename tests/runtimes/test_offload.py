@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 import cost_models
 import planner
 from planner import solvers
+from planner.common.options import grouped
 from planner.errors import (
     HostBudgetError,
     InfeasibleBudgetError,
@@ -34,8 +34,7 @@ from planner.plans.offload import offloading_of, with_offloads
 from planner.plans.plan import NoPlanFitsError
 from planner.report import render
 from planner.rewrite import host_copies
-from planner.solvers.offload_search import ENOUGH
-from planner.solving.milp import Library
+from planner.solving.milp import minimise
 from planner.solving.offload_bound import build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
@@ -45,7 +44,8 @@ from tests.models import Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan
-from tests.runtimes.test_correctness import CASES, assert_same, one_step, run
+from tests.runtimes.steps import assert_same
+from tests.runtimes.test_correctness import CASES, one_step, run
 from tests.tiers import tiered
 
 LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
@@ -139,23 +139,37 @@ def test_without_a_host_nothing_can_be_offloaded():
         simulate(graph, costs, Schedule(tuple(range(8)), (Offload(0, 3, (6,)),)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.5, 0.7, 0.85]), rate=st.sampled_from([0.3, 1.0, 5.0]))
-def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float):
+def roundable(graph: TrainingGraph, but: int | None = None) -> TrainingGraph:
+    return replace(graph, values=tuple(replace(value, roundable=u != but) for u, value in enumerate(graph.values)))
+
+
+@settings(max_examples=120, deadline=None)
+@example(seed=8656, share=0.75, rate=1.0, lossy=True)  # what may stay leaves no room for the piece of what is rounded
+@example(seed=1256, share=0.9, rate=1.0, lossy=True)  # two come back at once, and the second in the graph is read first
+@given(
+    seed=st.integers(0, 10_000), share=st.sampled_from([0.5, 0.6, 0.7, 0.75, 0.85, 0.9]),
+    rate=st.sampled_from([0.3, 1.0, 5.0]), lossy=st.booleans(),
+)  # fmt: skip
+def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float, lossy: bool):
     """Carry a mixed schedule out on a set of what is there, value by value."""
-    problem = posed(share, replace(LINK, bytes_per_second=rate), seed)
+    problem = posed(share, replace(LINK, bytes_per_second=rate, lossy=lossy), seed)
+    if lossy:
+        problem = replace(problem, graph=roundable(problem.graph, but=seed % 5))
     asked = OffloadReduction(problem, problem.host.movable(problem.graph))
     try:
         found = solvers.get("sqrt").solve(asked.problem, effort=solvers.SolveLimits())
     except InfeasibleBudgetError:
         return
     tight = asked.invert(found.schedule)
-    for schedule in (tight, widened(problem, tight)):
-        evaluation = problem.evaluate(schedule)
+    assert all(o.lossy == (lossy and problem.graph.values[o.value].roundable) for o in tight.offloads)
+    wide = widened(problem, tight)
+    before, after = problem.evaluate(tight), problem.evaluate(wide)
+    for schedule, evaluation in ((tight, before), (wide, after)):
         assert list(evaluation.timeline_bytes) == walk(problem, schedule)
         assert 0 <= evaluation.stall_seconds <= evaluation.transfer_seconds + 1e-9
-        assert evaluation.peak_bytes <= problem.budget_bytes
-    assert problem.evaluate(widened(problem, tight)).stall_seconds <= problem.evaluate(tight).stall_seconds + 1e-9
+        assert lossy or evaluation.peak_bytes <= problem.budget_bytes
+    assert after.peak_bytes <= max(before.peak_bytes, problem.budget_bytes)
+    assert after.stall_seconds <= before.stall_seconds + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -179,7 +193,7 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
         cut = build(problem, step)
         assert cut is not None
         for relax in (True, False):
-            assert Library(print).minimise(cut.model, relax=relax).bound * cut.scale <= best + 1e-6
+            assert minimise(cut.model, relax=relax).bound * cut.scale <= best + 1e-6
 
 
 def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
@@ -192,23 +206,6 @@ def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
     known_bytes = caught.value.minimum_feasible_peak_bytes - graph.total_static_bytes
     assert caught.value.is_proven and known_bytes < whole_bytes
     assert solvers.solve(replace(problem, budget_bytes=known_bytes), time_limit_seconds=1).peak_bytes <= known_bytes
-
-
-def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
-    graph, costs = transformer(2)
-    baseline = Problem(graph=graph, costs=costs, budget_bytes=0).baseline
-    budget = baseline.peak_bytes // 2
-    alone = solvers.solve(Problem(graph=graph, costs=costs, budget_bytes=budget), time_limit_seconds=1)
-    assert not alone.schedule.offloads
-    added = [alone.added_seconds]
-    for rate in (1e7, 1e10):
-        host = Host(bytes_per_second=rate, budget_bytes=2**40)
-        problem = Problem(graph=graph, costs=costs, budget_bytes=budget, host=host)
-        found = solvers.solve(problem, time_limit_seconds=1)
-        assert all(graph.values[o.value].size_bytes >= host.least_bytes for o in found.schedule.offloads)
-        added.append(found.added_seconds)
-    near_seconds = ENOUGH * baseline.seconds  # what is nearer to the bound is not searched for
-    assert all(later <= before + near_seconds for before, later in pairwise(added)) and added[-1] < added[0]
 
 
 def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
@@ -336,11 +333,11 @@ def test_offload_changes_no_bit(case: str):
     wrapped = CASES[case]()
     expected = run(copy.deepcopy(wrapped), one_step)
     told = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 0.2}
-    planner.auto_wrap(wrapped, activation_budget="60%", **told)
+    planner.auto_wrap(wrapped, **grouped(activation_budget="60%", **told))
     try:
         actual = run(wrapped, one_step)
     except InfeasibleBudgetError as error:
-        planner.auto_wrap(wrapped, budget=error.minimum_feasible_peak_bytes, **told)
+        planner.auto_wrap(wrapped, **grouped(budget=error.minimum_feasible_peak_bytes, **told))
         actual = run(wrapped, one_step)
     assert_same(expected, actual)
     assert planner.plan_of(wrapped).offloading.values, "nothing was offloaded: the case tests nothing"
@@ -349,7 +346,9 @@ def test_offload_changes_no_bit(case: str):
 def test_host_memory_is_used_again_and_given_back_when_no_backward_comes():
     module, x = perceptrons(), rows(1024, 128)
     pool = host_copies.POOL = host_copies.Pool()
-    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=1)
+    planner.auto_wrap(
+        module, budget=planner.Budget(activations="50%"), offload=True, search=planner.Search(time_limit_seconds=1)
+    )
     for _ in range(3):
         module(x).backward()
         assert pool.in_use_bytes == 0
@@ -367,7 +366,9 @@ def test_two_steps_at_once_do_not_share_their_places():
     module, inputs = perceptrons(), [rows(1024, 128), 2 * rows(1024, 128)]
     module.eval()  # without dropout, so that the order of steps does not matter
     wanted = [torch.autograd.grad(module(x), list(module.parameters())) for x in inputs]
-    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=1)
+    planner.auto_wrap(
+        module, budget=planner.Budget(activations="50%"), offload=True, search=planner.Search(time_limit_seconds=1)
+    )
     losses = [module(x) for x in inputs]
     found = [torch.autograd.grad(loss, list(module.parameters())) for loss in reversed(losses)][::-1]
     assert planner.plan_of(module).offloading.values

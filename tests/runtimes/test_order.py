@@ -45,7 +45,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 def test_heads_are_planned_in_another_order() -> None:
     model, x = Heads(8), rows()
     plan = planner.plan(
-        model, x, activation_budget="25%", cost_model="roofline", deterministic=True, time_limit_seconds=0.5
+        model,
+        x,
+        budget=planner.Budget(activations="25%"),
+        target=planner.Target(cost_model="roofline"),
+        search=planner.Search(deterministic=True, time_limit_seconds=0.5),
     )
     assert plan.order
     read = planner.Plan.from_json(plan.to_json())
@@ -63,7 +67,7 @@ def test_heads_are_planned_in_another_order() -> None:
 def test_any_order_gives_the_same_bits(name: str, seed: int) -> None:
     build, x = MODELS[name]
     model, rng = build(), random.Random(seed)
-    step = planner.study(model, x, cost_model="roofline")
+    step = planner.study(model, x, target=planner.Target(cost_model="roofline"))
     order = any_order(step.graph, rng)
     graph = reordered(step.problem(), order).graph
     turn = graph.loss_index

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,22 +15,10 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.errors import CaptureError, InfeasibleBudgetError
 from tests.models import looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
+from tests.runtimes.test_contract import Looks
 
 WIDTH = 32
-
-
-class Looks(nn.Module):
-    """Two halves, and between them a look at a number that is known only when the forward runs."""
-
-    def __init__(self, half: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.second = half(), half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        x = x * 2.0 if looked_at(self, x) > 0 else x * 3.0
-        return mean_square(self.second(x))
 
 
 class Chain(nn.Module):
@@ -87,60 +74,17 @@ class Twice(nn.Module):
         return mean_square(self.first(y) if x[0, 0] > 5 else y)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_halves_of_a_model_are_planned_with_its_bits_and_peak(dropout: float) -> None:
-    def half() -> nn.Module:
-        return nn.Sequential(*(perceptron(dropout=dropout) for _ in range(2)))
-
-    with pytest.warns(UserWarning, match="depends on data"):
-        plan = wrap_and_hold(Looks(half), rows(), runtime="parts", activation_budget="50%", time_limit_seconds=1.0)
-    assert plan.recomputations
-    assert plan.fingerprint["blocks"] == "first second"
-    assert any(w.rule == "captured-share" and "2 modules" in w.evidence for w in plan.warnings)
-
-
 def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
     model = Looks(Chain)
     smallest = {}
     for runtime in ("parts", "modules"):
         with pytest.raises(InfeasibleBudgetError) as refused:
-            planner.plan(model, rows(), budget="1%", runtime=runtime)
+            planner.plan(model, rows(), budget="1%", runtime=runtime, search=planner.Search(time_limit_seconds=1.0))
         smallest[runtime] = refused.value.minimum_feasible_peak_bytes
     assert smallest["parts"] < smallest["modules"]
     with pytest.warns(UserWarning, match="runtime 'parts' in place of 'graph'"):
-        plan = wrap_and_hold(model, rows(), budget=smallest["parts"])
+        plan = wrap_and_hold(model, rows(), budget=smallest["parts"], time_limit_seconds=1.0)
     assert plan.runtime == "parts"
-
-
-class Forgets(nn.Module):
-    """What the last of its blocks returns is in no loss, and lives until the forward ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(perceptron() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks[:-1]:
-            x = block(x)
-        forgotten = self.blocks[-1](x)
-        return mean_square(x * 2.0 if looked_at(self, forgotten) > 0 else x * 3.0)
-
-
-class Ignores(Forgets):
-    """The same, and no look at data."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks[:-1]:
-            x = block(x)
-        forgotten = self.blocks[-1](x)
-        return mean_square(x) + 0.0 * forgotten.detach().mean()
-
-
-@pytest.mark.filterwarnings("ignore:what .* depends on data", "ignore:.*in place of")
-@pytest.mark.parametrize(("kind", "runtime"), [(Forgets, "parts"), (Ignores, "regional")])
-def test_a_module_whose_backward_does_not_run_saves_as_in_eager(kind: type[nn.Module], runtime: str) -> None:
-    plan = wrap_and_hold(kind(), rows(512), runtime=runtime, activation_budget="90%", time_limit_seconds=1.0)
-    assert plan.fingerprint["blocks"] == "blocks.0 blocks.1 blocks.2"
 
 
 class ChecksPoints(Looks):
@@ -161,8 +105,14 @@ def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
     model = Looks(Chain)
     plain = copy.deepcopy(model)
     with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(model, rows(), budget="1%", runtime="modules")
-    planner.auto_wrap(model, budget=refused.value.minimum_feasible_peak_bytes - 4096, maximum_shapes=1)
+        planner.plan(model, rows(), budget="1%", runtime="modules", search=planner.Search(time_limit_seconds=1.0))
+    budget_bytes = refused.value.minimum_feasible_peak_bytes - 4096
+    planner.auto_wrap(
+        model,
+        budget=budget_bytes,
+        runtime=planner.Runtime(maximum_shapes=1),
+        search=planner.Search(time_limit_seconds=1.0),
+    )
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
         assert_same(train(plain, rows()), train(model, rows()))
     with pytest.warns(UserWarning, match="were captured 1 times.* run under the runtime 'modules'"):
@@ -191,7 +141,9 @@ def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
 def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
     model, x = Drops(draw), rows()
     plain = copy.deepcopy(model)
-    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    planner.auto_wrap(
+        model, runtime="parts", budget=planner.Budget(activations="80%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(model, x)
@@ -211,9 +163,7 @@ def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
 
 
 def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() -> None:
-    model = Selects()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    plain, model = beside(Selects(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
     first, other, third = (torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(3))
     with pytest.warns(UserWarning, match="depends on data"):
         assert_same(train(plain, first), train(model, first))
@@ -224,9 +174,7 @@ def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() ->
 
 
 def test_a_part_that_is_called_again_runs_as_it_is_and_people_are_told() -> None:
-    model = Twice()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    plain, model = beside(Twice(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
     x, again = rows(), rows()
     again[0, 0] = 6.0
     with pytest.warns(UserWarning, match="depends on data"):
@@ -252,9 +200,7 @@ class Rests(Looks):
 
 @pytest.mark.filterwarnings("ignore:what .* depends on data")
 def test_a_dropout_that_is_switched_on_outside_of_parts_is_said_and_planned() -> None:
-    plain = Rests()
-    model = copy.deepcopy(plain)
-    planner.auto_wrap(model, budget="100%", runtime="parts", time_limit_seconds=0.5)
+    plain, model = beside(Rests(), budget="100%", runtime="parts", time_limit_seconds=0.5)
     assert_same(train(plain, rows()), train(model, rows()))
     plain.rest.p = model.rest.p = 0.3
     with pytest.warns(UserWarning, match=r"rest\.p: more than planned"):
@@ -262,32 +208,3 @@ def test_a_dropout_that_is_switched_on_outside_of_parts_is_said_and_planned() ->
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Rests does not run")
         assert_same(train(plain, rows()), train(model, rows()))
-
-
-class TwoWays(nn.Module):
-    """Returns two tensors, by weights of their own; the backward of the first is widest after its gradient was read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow, self.other = nn.Linear(WIDTH, 1024), nn.Linear(1024, 256), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.narrow(self.wide(x).tanh().exp()), self.other(x).tanh()
-
-
-class UsesOne(nn.Module):
-    """Looks at a number, and uses one of two results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = TwoWays()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        used, _unused = self.body(x)
-        return mean_square(used * 2.0 if looked_at(self, used) > 0 else used * 3.0)
-
-
-@pytest.mark.filterwarnings("ignore:what UsesOne runs depends on data")
-def test_a_gradient_is_held_where_another_does_not_come() -> None:
-    plan = wrap_and_hold(UsesOne(), rows(), activation_budget="100%", runtime="parts")
-    assert plan.runtime == "parts"

@@ -67,7 +67,9 @@ def peak_bytes(model: nn.Module, seed: int = 7) -> int:
 
 
 def wrap(model: nn.Module, budget_bytes: int) -> nn.Module:
-    return planner.auto_wrap(model, budget=budget_bytes, runtime="modules", time_limit_seconds=0.5)
+    return planner.auto_wrap(
+        model, budget=budget_bytes, runtime="modules", search=planner.Search(time_limit_seconds=0.5)
+    )
 
 
 def unplanned_bytes(model: nn.Module) -> int:

@@ -24,15 +24,18 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.plans.plan import Plan
 from planner.report import render
 from planner.runtimes.modules import contexts
-from planner.solving.modules.variants import keeping, variant_named, variants_of
+from planner.solving.modules.ilp import keeping, variant_named, variants_of
 from tests.example_graphs import Builder
 from tests.models import SEQUENCES, Transformer
+from tests.runtimes.steps import assert_gradients, beside
 
 WIDTH = 64
 
 
 def plan_of(model: nn.Module, budget: str, x: torch.Tensor = SEQUENCES) -> Plan:
-    return planner.plan(model, x, activation_budget=budget, runtime="modules", compare=False)
+    return planner.plan(
+        model, x, budget=planner.Budget(activations=budget), runtime="modules", search=planner.Search(compare=False)
+    )
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
@@ -41,13 +44,13 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 def test_keeping_is_cheaper_than_running_whole_modules_again() -> None:
     step = planner.study(Transformer(), SEQUENCES, runtime="modules")
-    assert step.plan(activation_budget="65%").kept
+    assert step.plan(budget=planner.Budget(activations="65%")).kept
     whole = [Region(**{**fields(region), "keepable": ()}) for region in step.regions]
     only_whole = type(step)(**{**fields(step), "regions": tuple(whole)})
     for budget in ("85%", "65%"):
-        dearer = only_whole.plan(activation_budget=budget)
+        dearer = only_whole.plan(budget=planner.Budget(activations=budget))
         assert not dearer.kept
-        assert step.plan(activation_budget=budget).recompute_seconds < dearer.recompute_seconds
+        assert step.plan(budget=planner.Budget(activations=budget)).recompute_seconds < dearer.recompute_seconds
 
 
 def fields(of: Any) -> dict[str, Any]:
@@ -155,9 +158,7 @@ def test_random_operations_that_are_all_kept_or_all_run_again_give_the_same_bits
 
 def test_double_backward_and_two_steps_under_one_autocast() -> None:
     torch.manual_seed(0)
-    plain = Transformer(dropout=0.0)
-    wrapped = copy.deepcopy(plain)
-    planner.auto_wrap(wrapped, SEQUENCES, activation_budget="70%", runtime="modules")
+    plain, wrapped = beside(Transformer(dropout=0.0), SEQUENCES, activation_budget="70%", runtime="modules")
     assert planner.plan_of(wrapped).kept
     for model in (plain, wrapped):
         with sdpa_kernel(SDPBackend.MATH):  # the other kernel has no second derivative
@@ -166,8 +167,7 @@ def test_double_backward_and_two_steps_under_one_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):  # the second finds the weights cast
             losses = [model(SEQUENCES), model(2 * SEQUENCES)]
         sum(losses).backward()
-    for a, b in zip(gradients(plain), gradients(wrapped), strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert_gradients(plain, wrapped)
 
 
 def test_the_plan_says_what_is_kept() -> None:
@@ -175,7 +175,7 @@ def test_the_plan_says_what_is_kept() -> None:
     assert plan.kept
     read = Plan.from_json(plan.to_json())
     assert read.kept == plan.kept
-    model = planner.auto_wrap(Transformer(), plan=read)
+    model = planner.auto_wrap(Transformer(), budget=read)
     model(SEQUENCES).backward()
     assert planner.plan_of(model).kept == plan.kept
     model(SEQUENCES[:2])  # carried over to other sizes
@@ -183,7 +183,7 @@ def test_the_plan_says_what_is_kept() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     render(plan, console, full=True)
     shown = console.export_text()
-    assert "Kept in modules that run again" in shown and "addmm #" in shown
+    assert "Kept in checkpointed modules" in shown and "addmm #" in shown
     assert not carries_exactly(plan, "fsdp")
     damaged = plan.to_json().replace('"kept": {', '"kept": {"h.0": {"aten.mm.default": [-1]},', 1)
     with pytest.raises(PlanFileError, match="kept"):

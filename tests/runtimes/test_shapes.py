@@ -18,6 +18,7 @@ import planner
 from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
 from planner.capture.inputs import Inputs
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.reuse import in_vain_seconds
 from planner.runtimes import _shapes as shapes
@@ -25,7 +26,7 @@ from planner.runtimes import _sized
 from planner.runtimes._shapes import PlansBySize
 from planner.runtimes.graph import GraphRuntime
 from tests.models import WIDTH, Stack, mean_square, rows
-from tests.runtimes.steps import assert_same, train
+from tests.runtimes.steps import assert_gradients, assert_same, train
 
 
 class Weighted(Stack):
@@ -61,7 +62,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def wrap(model: nn.Module | None = None, **options: object) -> nn.Module:
-    return planner.auto_wrap(model or Stack(), time_limit_seconds=1.0, **{"activation_budget": "60%", **options})
+    return planner.auto_wrap(
+        model or Stack(), **grouped(time_limit_seconds=1.0, **{"activation_budget": "60%", **options})
+    )
 
 
 def test_each_size_is_planned_once_and_comes_back_to_its_plan(searches: list[int]) -> None:
@@ -117,7 +120,7 @@ def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch
         one.backward()
     for _ in range(2):
         mean_square(plain(rows(200))).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_gradients(model, plain)
 
 
 def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,15 +137,25 @@ def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypa
 
 def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_SECONDS_OF_AN_OPERATION", 0.0)
-    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False)
-    model = planner.auto_wrap(Stack(), plan=plan)
+    plan = planner.plan(
+        Stack(),
+        rows(256),
+        budget=planner.Budget(activations="40%"),
+        search=planner.Search(compare=False, time_limit_seconds=1.0),
+    )
+    model = planner.auto_wrap(Stack(), budget=plan)
     for count in (256, 200, 230, 160, 160, 200):
         made = step(model, rows(count))
         assert made.recomputations == plan.recomputations
 
 
 def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> None:
-    plan = planner.plan(Stack(), rows(256), activation_budget="40%", compare=False)
+    plan = planner.plan(
+        Stack(),
+        rows(256),
+        budget=planner.Budget(activations="40%"),
+        search=planner.Search(compare=False, time_limit_seconds=1.0),
+    )
     assert plan.added_seconds > 0 and not in_vain_seconds(plan)
     taken = replace(plan, solver=f"{plan.solver} (reused)")
     freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
@@ -155,7 +168,9 @@ def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> Non
 
 def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> None:
     model = wrap()
-    largest = planner.plan(Stack(), rows(256), activation_budget="60%", time_limit_seconds=1.0)
+    largest = planner.plan(
+        Stack(), rows(256), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     searches.clear()
     assert step(model, marked(200, largest=256)).budget_bytes == largest.budget_bytes
     for count in (256, 210):
@@ -163,20 +178,6 @@ def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> N
         assert step(model, x).budget_bytes == largest.budget_bytes
         assert x._dynamo_dynamic_indices == {0}  # the caller's marks are left on
     assert searches == [largest.baseline_peak_bytes]
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Count the programs that Dynamo captured, an entry each."""
-    made: list[object] = []
-    backend = capture.Backend.__call__
-
-    def counted(self: capture.Backend, *args: Any) -> Any:
-        made.append(self)
-        return backend(self, *args)
-
-    monkeypatch.setattr(capture.Backend, "__call__", counted)
-    return made
 
 
 def test_one_capture_serves_the_largest_size_and_all_others(captures: list[object], searches: list[int]) -> None:
@@ -195,7 +196,9 @@ class Branching(Stack):
 
 def test_a_largest_size_with_a_program_of_its_own_is_captured_by_itself(captures: list[object]) -> None:
     model = wrap(Branching(), runtime="graph")
-    largest = planner.plan(Branching(), rows(256), activation_budget="60%", time_limit_seconds=1.0)
+    largest = planner.plan(
+        Branching(), rows(256), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
+    )
     captures.clear()
     small = planner.plan_of(run(model, 200))
     assert len(captures) == 2 and "(200, 32)" in str(small.fingerprint["inputs"])
@@ -278,7 +281,7 @@ def test_the_number_of_captures_is_bounded() -> None:
     with torch.no_grad():
         model(rows(50), 0.1)
     with pytest.raises(UsageError, match="maximum_shapes"):
-        planner.auto_wrap(Stack(), budget="1GiB", maximum_shapes=0)
+        planner.auto_wrap(Stack(), budget="1GiB", runtime=planner.Runtime(maximum_shapes=0))
 
 
 def test_what_cannot_be_captured_in_the_middle_of_training_runs_within_the_budget() -> None:
@@ -310,9 +313,11 @@ class Looking(Stack):
 
 
 def test_what_cannot_be_captured_in_the_middle_and_does_not_fit_is_told_by_its_budget() -> None:
-    whole = planner.plan(Looking(), rows(256), budget="100%", runtime="graph", time_limit_seconds=0.5)
+    whole = planner.plan(
+        Looking(), rows(256), budget="100%", runtime="graph", search=planner.Search(time_limit_seconds=0.5)
+    )
     budget_bytes = whole.minimum_feasible_peak_bytes
-    model = planner.auto_wrap(Looking(), budget=budget_bytes, time_limit_seconds=0.5)
+    model = planner.auto_wrap(Looking(), budget=budget_bytes, search=planner.Search(time_limit_seconds=0.5))
     step(model, rows(256))
     model.looks = True
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -394,7 +399,7 @@ def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_more_sizes_than_torch_would_allow_by_itself() -> None:
-    model = planner.auto_wrap(nn.Sequential(nn.Linear(2, 2)), budget="1MiB", maximum_shapes=10)
+    model = planner.auto_wrap(nn.Sequential(nn.Linear(2, 2)), budget="1MiB", runtime=planner.Runtime(maximum_shapes=10))
     for count in range(1, 11):
         model(torch.ones(count, 2)).sum().backward()
 

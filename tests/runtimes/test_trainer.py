@@ -57,7 +57,13 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 
 def wrap(model: nn.Module, budget: str | None) -> nn.Module:
-    return model if budget is None else planner.auto_wrap(model, activation_budget=budget, time_limit_seconds=1.0)
+    return (
+        model
+        if budget is None
+        else planner.auto_wrap(
+            model, budget=planner.Budget(activations=budget), search=planner.Search(time_limit_seconds=1.0)
+        )
+    )
 
 
 def trainer(model: nn.Module, folder: Path, examples: int = len(TOKENS), **arguments: Any) -> transformers.Trainer:

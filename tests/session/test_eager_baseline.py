@@ -15,6 +15,7 @@ import planner
 from planner import runtimes
 from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
+from planner.common.options import grouped
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
 from planner.session.eager_study import with_eager
@@ -77,17 +78,19 @@ class Relus(nn.Module):
 def test_a_percentage_is_of_what_eager_takes(make: Any) -> None:
     model, x = make(), torch.randn(1024, 64)
     asked = {"budget": "80%", "runtime": "graph", "time_limit_seconds": 0.5}  # what is budgeted is the same at once
-    plan = planner.plan(model, x, **asked)
+    plan = planner.plan(model, x, **grouped(**asked))
     assert plan.eager is not None
     assert plan.eager.peak_bytes == pytest.approx(eager_peak_bytes(model, x), rel=1e-3)
     assert plan.budget_bytes == plan.eager.peak_bytes * 8 // 10
-    planner.auto_wrap(model, **asked)
+    planner.auto_wrap(model, **grouped(**asked))
     model(x).backward()
     assert planner.plan_of(model).budget_bytes == plan.budget_bytes
 
 
 def test_what_capture_makes_larger_is_named() -> None:
-    plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", time_limit_seconds=1, runtime="graph")
+    plan = planner.plan(
+        Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1), runtime="graph"
+    )
     assert plan.eager is not None and plan.baseline_peak_bytes > 1.5 * plan.eager.peak_bytes
     (found,) = [w for w in plan.warnings if w.rule == "larger-than-eager"]
     assert "of eager's" in found.evidence and "cos +" in found.evidence
@@ -97,15 +100,15 @@ def test_what_capture_makes_larger_is_named() -> None:
 def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Thrifty(), torch.randn(1024, 64)
     asked = {"example_inputs": x, "budget": "100%", "time_limit_seconds": 1.0}
-    chosen = planner.plan(model, **asked)
-    captured, eager = (planner.plan(model, runtime=name, **asked) for name in ("graph", "modules"))
+    chosen = planner.plan(model, **grouped(**asked))
+    captured, eager = (planner.plan(model, **grouped(runtime=name, **asked)) for name in ("graph", "modules"))
     assert chosen.step_seconds == min(captured.step_seconds, eager.step_seconds)
     dearer = replace(captured, baseline_step_seconds=2 * eager.step_seconds)
     monkeypatch.setattr(runtimes.get("graph"), "plan", lambda *_, **__: dearer, raising=False)
-    plan = planner.plan(model, **asked)
+    plan = planner.plan(model, **grouped(**asked))
     assert plan.runtime == "modules"
     assert [w.rule for w in plan.warnings if "planned as captured" in w.evidence] == ["runtime"]
-    planner.auto_wrap(model, plan=plan)
+    planner.auto_wrap(model, budget=plan)
     model(x).backward()
 
 
@@ -114,7 +117,7 @@ def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.Monk
         raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
 
     monkeypatch.setattr(runtimes.get("graph"), "plan", plan_of_graph, raising=False)
-    plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", time_limit_seconds=1)
+    plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1))
     assert plan.runtime == "modules" and any("does not fit" in w.evidence for w in plan.warnings)
 
 
@@ -123,7 +126,9 @@ def test_a_training_loop_takes_the_eager_step_where_only_that_fits(
     steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = Thrifty(), torch.randn(1024, 64)
-    planner.auto_wrap(model, budget="1GiB", time_limit_seconds=1, cost_model="roofline")
+    planner.auto_wrap(
+        model, budget="1GiB", search=planner.Search(time_limit_seconds=1), target=planner.Target(cost_model="roofline")
+    )
     for _ in range(steps_before):
         model(x[:512]).backward()
 
@@ -142,7 +147,7 @@ def test_a_training_loop_that_nothing_fits_says_what_the_first_choice_needs() ->
     model, x = Thrifty(), torch.randn(1024, 64)
     needed = []
     for runtime in ("auto", "graph"):
-        planner.auto_wrap(model, budget="64KiB", runtime=runtime, cost_model="roofline")
+        planner.auto_wrap(model, budget="64KiB", runtime=runtime, target=planner.Target(cost_model="roofline"))
         with pytest.raises(NoPlanFitsError) as caught:
             model(x)
         needed.append(caught.value.minimum_feasible_peak_bytes)
@@ -162,7 +167,12 @@ def test_nothing_runs_to_learn_it() -> None:
             return super().forward(*args)[0]
 
     plan = planner.plan(
-        Watched(16, 16), torch.randn(4, 4, 16), loss_fn=torch.sum, budget="100%", time_limit_seconds=1, runtime="graph"
+        Watched(16, 16),
+        torch.randn(4, 4, 16),
+        budget="100%",
+        search=planner.Search(time_limit_seconds=1),
+        runtime="graph",
+        loss_fn=torch.sum,
     )
     assert plan.eager is None and not Watched.ran
     (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
@@ -179,7 +189,14 @@ def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     x = torch.randn(256, 64)
-    plan = planner.plan(Checkpointing(), x, loss_fn=torch.sum, budget="100%", time_limit_seconds=1, runtime="graph")
+    plan = planner.plan(
+        Checkpointing(),
+        x,
+        budget="100%",
+        search=planner.Search(time_limit_seconds=1),
+        runtime="graph",
+        loss_fn=torch.sum,
+    )
     assert plan.eager is None and any(w.rule == "eager-unknown" for w in plan.warnings)
 
 
@@ -189,7 +206,7 @@ def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
      ({"budget": "50%", "compare": False}, True)],
 )  # fmt: skip
 def test_it_is_recorded_only_where_something_is_made_of_it(options: dict[str, Any], asked: bool) -> None:
-    found = with_eager(Relus(), Options.of(options), Inputs.of(torch.randn(8, 64)))
+    found = with_eager(Relus(), Options.of(grouped(**options)), Inputs.of(torch.randn(8, 64)))
     assert (found.eager is not None) is asked
 
 

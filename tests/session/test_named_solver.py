@@ -13,6 +13,7 @@ from torch import nn
 
 import cli
 import planner
+from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.plans.module_choices import modules_of
 from planner.session import eager_study
@@ -58,12 +59,12 @@ def rows(count: int = 256) -> torch.Tensor:
 @pytest.mark.parametrize(
     "asked",
     [
-        lambda: planner.plan(Stack(), rows(), budget="80%", **MODULES),
-        lambda: planner.plan(Stack(), rows(), strategy="every-2", **MODULES),
-        lambda: planner.auto_wrap(Stack(), rows(), budget="80%", **MODULES),
-        lambda: planner.auto_wrap(Stack(), budget="80%", **MODULES),
-        lambda: planner.what_if(Stack(), rows(), **MODULES),
-        lambda: planner.audit(Stack(), rows(), current="none", **MODULES),
+        lambda: planner.plan(Stack(), rows(), **grouped(budget="80%", **MODULES)),
+        lambda: planner.plan(Stack(), rows(), **grouped(strategy="every-2", **MODULES)),
+        lambda: planner.auto_wrap(Stack(), rows(), **grouped(budget="80%", **MODULES)),
+        lambda: planner.auto_wrap(Stack(), **grouped(budget="80%", **MODULES)),
+        lambda: planner.what_if(Stack(), rows(), **grouped(**MODULES)),
+        lambda: planner.audit(Stack(), rows(), current="none", **grouped(**MODULES)),
     ],
     ids=["plan", "plan a strategy", "auto_wrap at once", "auto_wrap", "what_if", "audit"],
 )
@@ -77,11 +78,17 @@ def test_choices_of_modules_refuse_it_at_once(asked: Callable[[], Any], monkeypa
 
 
 def test_a_plan_of_modules_refuses_it_too() -> None:
-    plan = planner.plan(Stack(), rows(), activation_budget="75%", runtime="modules", compare=False)
+    plan = planner.plan(
+        Stack(),
+        rows(),
+        budget=planner.Budget(activations="75%"),
+        runtime="modules",
+        search=planner.Search(compare=False),
+    )
     with pytest.raises(UsageError, match=REFUSAL):
-        planner.auto_wrap(Stack(), plan=plan, solver="chain-dp")
+        planner.auto_wrap(Stack(), budget=plan, search="chain-dp")
     with pytest.raises(UsageError, match=REFUSAL):
-        planner.auto_wrap(Stack(), plan=plan, **MODULES)
+        planner.auto_wrap(Stack(), **grouped(plan=plan, **MODULES))
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
@@ -122,8 +129,10 @@ def test_the_command_line_refuses_it_at_once(
 def test_auto_asks_it_where_the_graph_is_captured() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plan = planner.plan(Stack(), rows(), activation_budget="80%", solver="chain-dp", compare=False)
-        model = planner.auto_wrap(Stack(), activation_budget="80%", solver="chain-dp")
+        plan = planner.plan(
+            Stack(), rows(), budget=planner.Budget(activations="80%"), search=planner.Search("chain-dp", compare=False)
+        )
+        model = planner.auto_wrap(Stack(), budget=planner.Budget(activations="80%"), search="chain-dp")
         model(rows()).backward()
     for made in (plan, planner.plan_of(model)):
         assert (made.runtime, made.solver) == ("graph", "chain-dp") and made.recomputations
@@ -140,10 +149,17 @@ SAID = r"the solver 'chain-dp'.*is not asked"
 
 def test_auto_says_where_it_cannot_be_asked() -> None:
     with pytest.warns(UserWarning, match=rf"'modules' in place of 'graph'.*{SAID}"):
-        plan = planner.plan(Branching(), rows(), activation_budget="75%", solver="chain-dp", compare=False)
+        plan = planner.plan(
+            Branching(),
+            rows(),
+            budget=planner.Budget(activations="75%"),
+            search=planner.Search("chain-dp", compare=False),
+        )
     assert modules_of(plan) and re.search(SAID, note_of(plan))
     with pytest.warns(UserWarning) as said:
-        plan = planner.plan(Branching(), rows(), activation_budget="75%", compare=False)
+        plan = planner.plan(
+            Branching(), rows(), budget=planner.Budget(activations="75%"), search=planner.Search(compare=False)
+        )
     assert not any("is not asked" in text for text in (note_of(plan), *(str(one.message) for one in said)))
 
 
@@ -154,8 +170,8 @@ def test_auto_goes_on_without_it(at_once: bool, has_loss: bool) -> None:
         model = planner.auto_wrap(
             Breaking(),
             rows() if at_once else None,
-            activation_budget="75%",
-            solver="chain-dp",
+            budget=planner.Budget(activations="75%"),
+            search="chain-dp",
             loss_fn=None if has_loss else torch.square,
         )
         model(rows()).backward()

@@ -10,7 +10,7 @@ import pytest
 
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
-from planner.common.options import Budget
+from planner.common.options import Budget, Runtime
 from planner.errors import InfeasibleBudgetError
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
@@ -24,7 +24,7 @@ OTHER_PEAK_BYTES = 10**9
 def planned(monkeypatch: pytest.MonkeyPatch, tried: Callable[[list[Any]], list[Any]], *others: Plan) -> Plan:
     """Plan a step whose sizes data decide, beside another rank, which made such plans and finds so much of all."""
     model, inputs = Stack(4), Inputs.of(rows())
-    options = Options(budget=Budget(activation_budget="85%"), runtime="modules")
+    options = Options(budget=Budget(activations="85%"), runtime=Runtime("modules"))
     study: Study = replace(eager_study.study_eager(model, inputs, options), varies=True)
 
     def made_by_all(make: Callable[[], Any], doing: str, _group: Any) -> list[Any]:
@@ -50,7 +50,7 @@ def test_a_choice_is_taken_that_every_rank_keeps_its_budget_with(monkeypatch: py
 
 
 def planned_within(activation_budget: str) -> Plan:
-    options = Options(budget=Budget(activation_budget=activation_budget), runtime="modules")
+    options = Options(budget=Budget(activations=activation_budget), runtime=Runtime("modules"))
     return eager_study.plan_eager(Stack(4), Inputs.of(rows()), options)
 
 

@@ -14,7 +14,7 @@ from planner.analysis.study import Study
 from planner.capture import joint_capture
 from planner.capture.inputs import Inputs
 from planner.errors import UsageError
-from planner.session import sizes
+from planner.session.step import Options
 from planner.session.studying import studies_by_size
 from tests.models import Convolutions, Transformer, images, mean_square
 
@@ -49,24 +49,24 @@ def test_each_size_is_what_a_capture_of_it_gives(of: str, captures: list[int]) -
     if of == "images":
         inputs, loss_fn = Inputs.of(images()), mean_square
     at = inputs.with_length if of == "length" else inputs.with_batch
-    studies = studies_by_size(model, cost_model="roofline")
+    studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
     made = {size: studies.at(at(size), loss_fn) for size in (1, 3, 5, 2)}
     assert len(captures) == 2  # of one row, and with symbols
     for size, study in made.items():
-        alone = planner.study(model, at(size).args, loss_fn=loss_fn, cost_model="roofline")
+        alone = planner.study(model, at(size).args, target=planner.Target(cost_model="roofline"), loss_fn=loss_fn)
         assert said_by(study) == said_by(alone), size
 
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_one_capture_serves_all_sizes_that_are_expected(first: int, captures: list[int]) -> None:
     model, inputs = Transformer(1), Inputs.of(torch.randn(4, 6, 64))
-    studies = studies_by_size(model, cost_model="roofline")
+    studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
     studies.expect([inputs.with_batch(8), inputs.with_length(5)])
     asked = [inputs.with_batch(first), inputs.with_batch(8), inputs.with_length(3), inputs.with_batch(3).with_length(7)]
     made = [studies.at(each) for each in asked]
     assert len(captures) == (2 if first == 1 else 1)  # of one row no symbol is made
     for each, study in zip(asked, made, strict=True):
-        assert said_by(study) == said_by(planner.study(model, each.args, cost_model="roofline"))
+        assert said_by(study) == said_by(planner.study(model, each.args, target=planner.Target(cost_model="roofline")))
 
 
 class Recurrent(nn.Module):
@@ -83,13 +83,13 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("model", [nn.Linear(64, 8), Recurrent()], ids=["loss outside", "recurrent"])
 def test_a_loss_outside_and_a_recurrent_layer_pin_no_batch(model: nn.Module, captures: list[int]) -> None:
     inputs = Inputs.of(torch.randn(4, 6, 64))
-    studies = studies_by_size(model, cost_model="roofline")
+    studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
     asked = [inputs.with_batch(batch) for batch in (3, 5, 8, 2)]
     studies.expect([inputs])
     made = [studies.at(each, mean_square) for each in asked]
     assert len(captures) == 1
     for each, study in zip(asked, made, strict=True):
-        alone = planner.study(model, each.args, loss_fn=mean_square, cost_model="roofline")
+        alone = planner.study(model, each.args, target=planner.Target(cost_model="roofline"), loss_fn=mean_square)
         assert said_by(study) == said_by(alone)
 
 
@@ -109,19 +109,23 @@ class Summed(nn.Module):
 
 def test_a_size_that_makes_another_program_is_captured_by_itself() -> None:
     model, inputs = Summed(), Inputs.of(torch.randn(3, 4, 8))
-    studies = studies_by_size(model, cost_model="roofline")
+    studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
     for size in (2, 4, 3):
-        alone = planner.study(model, inputs.with_length(size).args, cost_model="roofline")
+        alone = planner.study(model, inputs.with_length(size).args, target=planner.Target(cost_model="roofline"))
         assert said_by(studies.at(inputs.with_length(size))) == said_by(alone)
 
 
 def test_sizes_are_asked_about_in_python() -> None:
     model, x = Transformer(1), torch.randn(4, 6, 64)
-    whole = planner.study(model, x, cost_model="roofline").whole_bytes
+    whole = planner.study(model, x, target=planner.Target(cost_model="roofline")).whole_bytes
     curve = planner.what_if(
-        model, x, budget=2 * whole, budgets=[whole, 2 * whole], batch_sizes=[2, 8, 64], seq_lens="4,64",
-        deterministic=True, time_limit_seconds=5.0,
-    )  # fmt: skip
+        model,
+        x,
+        search=planner.Search(deterministic=True, time_limit_seconds=5.0),
+        budget=2 * whole,
+        sizes={"batch_size": [2, 8, 64], "seq_len": "4,64"},
+        budgets=[whole, 2 * whole],
+    )
     assert curve.batch_sizes is not None and curve.seq_lens is not None
     assert curve.batch_sizes.budget_bytes == curve.seq_lens.budget_bytes == 2 * whole
     assert curve.batch_sizes.largest is not None and curve.batch_sizes.largest.size == 8
@@ -132,15 +136,15 @@ def test_sizes_are_asked_about_in_python() -> None:
 def test_what_cannot_be_asked_is_refused_before_anything_is_captured(captures: list[int]) -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     for asked, words in (
-        ({"batch_sizes": "1..4"}, "give budget"),
-        ({"batch_sizes": "4..1", "budget": 2**20}, "smaller end first"),
-        ({"seq_lens": "some", "budget": 2**20}, "cannot read sequence lengths"),
-        ({"seq_lens": [], "budget": 2**20}, "cannot read sequence lengths ''"),
-        ({"batch_sizes": [1.5], "budget": 2**20}, "cannot read batch sizes '1.5'"),
-        ({"batch_sizes": [4, 2], "budget": 2**20}, "out of order"),
+        ({"sizes": {"batch_size": "1..4"}}, "give budget"),
+        ({"sizes": {"batch_size": "4..1"}, "budget": 2**20}, "smaller end first"),
+        ({"sizes": {"seq_len": "some"}, "budget": 2**20}, "cannot read sequence lengths"),
+        ({"sizes": {"seq_len": []}, "budget": 2**20}, "cannot read sequence lengths ''"),
+        ({"sizes": {"batch_size": [1.5]}, "budget": 2**20}, "cannot read batch sizes '1.5'"),
+        ({"sizes": {"batch_size": [4, 2]}, "budget": 2**20}, "out of order"),
     ):
         with pytest.raises(UsageError, match=words):
-            planner.what_if(model, x, **asked)  # type: ignore[arg-type]
+            planner.what_if(model, x, **asked)
     assert not captures
 
 
@@ -157,28 +161,3 @@ def test_inputs_of_another_size_keep_values_layout_and_gradients() -> None:
     assert longer["ids"].tolist() == [[1, 2, 3, 1], [4, 5, 6, 4]] and longer["mask"].shape == (2, 1, 4, 4)
     with pytest.raises(UsageError, match="no sequence length"):
         Inputs.of(torch.ones(3)).with_length(4)
-
-
-@pytest.fixture
-def plain_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the steps that are made plain from a program with symbols, an entry each."""
-    made: list[int] = []
-    at_sizes = sizes.at_sizes
-
-    def counted(*args: Any) -> Any:
-        made.append(len(made))
-        return at_sizes(*args)
-
-    monkeypatch.setattr(sizes, "at_sizes", counted)
-    return made
-
-
-def test_what_two_sizes_agree_on_gives_all_others(plain_steps: list[int]) -> None:
-    model, inputs = Transformer(1), Inputs.of(torch.randn(4, 6, 64))
-    studies = studies_by_size(model, cost_model="roofline")
-    asked = [inputs.with_batch(batch) for batch in (4, 8, 3, 16, 2, 64)]
-    studies.expect(asked[1:])
-    made = [studies.at(each) for each in asked]
-    assert len(plain_steps) == 2
-    for each, study in zip(asked, made, strict=True):
-        assert said_by(study) == said_by(planner.study(model, each.args, cost_model="roofline"))

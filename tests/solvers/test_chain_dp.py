@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from dataclasses import replace
 from math import comb
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +20,6 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solvers import chain_dp
-from planner.solving.chain import Chain
 from tests import oracle
 from tests.example_graphs import Builder, transformer
 
@@ -191,7 +188,7 @@ def test_more_budget_never_costs_more() -> None:
 
 def test_equal_stages_are_solved_once() -> None:
     problem = at(oracle.gpt_like(24, vocabulary=1024), 0.5)
-    stages = Chain(problem, chain_places(problem.graph))
+    stages = chain_dp.Chain(problem, chain_places(problem.graph))
     names = chain_dp.run_names(stages)
     assert stages.count > 48
     assert len({name for row in names for name in row}) < stages.count**2 / 4
@@ -233,19 +230,3 @@ def test_what_cannot_be_made_again_is_never_run_twice() -> None:
     runs = runs_of(solution.schedule, graph)
     assert all(count == 1 for count, o in zip(runs, frozen, strict=True) if not o.recomputable)
     assert max(runs) > 1
-
-
-def test_the_scaling_benchmark_captures_plans_and_compares_depths(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from benchmarks import scaling
-
-    file = tmp_path / "scaling.json"
-    sizes = ["--layers", "2,4", "--vocabularies", "512", "--batch-size", "8", "--seq-len", "512"]
-    assert scaling.main([*sizes, "--budgets", "90,60", "--solver", "chain-dp", "--json", str(file)]) == 0
-    result = json.loads(file.read_text())
-    assert [(row["layers"], row["budget_ratio"]) for row in result["rows"]] == [(2, 0.9), (2, 0.6), (4, 0.9), (4, 0.6)]
-    assert result["rows"][-1]["overhead"] is not None
-    for row in result["rows"]:
-        assert row["overhead"] is None or row["peak_bytes"] <= row["budget_bytes"]
-        assert row["lower_bound_overhead"] is None  # this solver proves nothing
-    assert result["time_to_plan"][0]["times_linear"] == 1

@@ -16,10 +16,10 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
+from planner.solvers import ilp
 from planner.solving import milp
-from planner.solving.milp import Library, Relaxation
+from planner.solving.milp import Answer, Relaxation
 from planner.solving.peak_bounds import minimum_peak, proven_floor
-from planner.solving.step_cut import Model
 from tests import oracle
 from tests.tiers import tiered
 
@@ -193,15 +193,13 @@ def test_auto_is_no_worse_than_the_others() -> None:
 
 def test_no_better_plan_is_looked_for_than_one_that_is_near_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    relaxation = Library.relaxation
 
-    def counted(library: Library, model: Model) -> Relaxation:
-        found = relaxation(library, model)
-        solve = found.solve
-        found.solve = lambda *how: asked.append(1) or solve(*how)  # type: ignore[method-assign]
-        return found
+    class Counted(Relaxation):
+        def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
+            asked.append(1)
+            return super().solve(seconds, turns)
 
-    monkeypatch.setattr(Library, "relaxation", counted)
+    monkeypatch.setattr(ilp, "relaxed", Counted)
     problem, tried = at(GPT, 0.7), []
     for enough in (0.0, 5e-3):
         asked.clear()
@@ -213,21 +211,14 @@ def test_no_better_plan_is_looked_for_than_one_that_is_near_enough(monkeypatch: 
     assert tried[1] < tried[0]
 
 
-def test_without_highs_cbc_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_cbc", [True, False])
+def test_without_highs_cbc_takes_over_and_without_either_auto_does(has_cbc, monkeypatch: pytest.MonkeyPatch) -> None:
     pulp = pytest.importorskip("pulp")
-    if not pulp.PULP_CBC_CMD().available():
-        pytest.skip("CBC is not installed")
-    monkeypatch.setattr(milp, "_highs", lambda: None)
-    told: list[str] = []
-    problem = at(GPT, 0.8)
-    solution = solvers.solve(problem, "ilp", time_limit_seconds=5, progress=told.append)
-    assert any("CBC" in line for line in told)
-    assert 0 < solution.lower_bound_seconds <= solution.recompute_seconds
-
-
-def test_without_any_library_the_ilp_is_unavailable_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulp = pytest.importorskip("pulp")
-    monkeypatch.setattr(milp, "_highs", lambda: None)
+    monkeypatch.setattr(milp, "_highspy", lambda: None)
+    if has_cbc:
+        solution = solvers.solve(at(GPT, 0.8), "ilp", time_limit_seconds=5)
+        assert 0 < solution.lower_bound_seconds <= solution.recompute_seconds
+        return
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
     with pytest.raises(SolverUnavailableError, match="highspy"):
         solvers.solve(at(GPT, 0.6), "ilp")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes
-from planner.solving.dominated_values import Passing
+from planner.solving.presolve import DominatedValue
 from planner.solving.step_cut import Cut, Model
 
 
@@ -30,7 +30,7 @@ def columns_of(problem: Problem, cuts: Sequence[Cut], model: Model, schedule: Sc
     held = [{copy.value for copy in copies if copy.born < at <= copy.died} for at in moments]
     for there, operations in zip(held, begun, strict=True):
         there.update(u for operation in operations for u in graph.operations[operation].outputs)
-    for passing in model.passing:
+    for passing in model.dominated:
         _pass_on(cuts, passing, held, runs)
     columns = [0.0] * len(model.cost)
     ran_after: set[int] = set()
@@ -60,8 +60,8 @@ def _moments(cuts: Sequence[Cut], order: Sequence[int], first: dict[int, int]) -
     return found
 
 
-def _pass_on(cuts: Sequence[Cut], each: Passing, held: list[set[int]], runs: list[set[int]]) -> None:
-    """Hold a dominated value's results in its place; see :mod:`planner.solving.dominated_values`."""
+def _pass_on(cuts: Sequence[Cut], each: DominatedValue, held: list[set[int]], runs: list[set[int]]) -> None:
+    """Hold a dominated value's results in its place; see :mod:`planner.solving.presolve`."""
     kept = [each.value in there for there in held] + [False]
     for number, cut in enumerate(cuts):
         if cut.latest < each.reader:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from planner.ir.problem import Problem
-from planner.solving.milp import Library
+from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, build
 from tests.oracle import cheapest, random_graph
-
-LIBRARY = Library(print)
 
 
 class Rows(Protocol):
@@ -30,9 +28,9 @@ def bounds(problem: Problem, cuts: list[Cut], rows_of: RowsOf, known: list[Any])
     model = build(problem, cuts)
     assert model is not None
     scale = max(cost.seconds for cost in problem.costs)
-    without = LIBRARY.minimise(model, relax=True).bound
+    without = minimise(model, relax=True).bound
     rows = rows_of(problem, cuts, model, known)
-    relaxation = LIBRARY.relaxation(model)
+    relaxation = Relaxation(model)
     while True:
         found = relaxation.solve()
         assert found.columns is not None

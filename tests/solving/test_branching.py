@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
-from planner.solving.branching import Branching, Kind, Limits, Question
+from planner.solving.branch_and_bound import Branching, Kind, Limits, Question
 from planner.solving.step_cut import Cut, Model, build
 from tests.oracle import random_graph
 from tests.solving.plan_columns import columns_of

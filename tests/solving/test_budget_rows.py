@@ -8,10 +8,11 @@ from itertools import product
 import pytest
 
 from planner.ir.problem import Problem
-from planner.solving.budget_rows import BudgetRows, Rounding
+from planner.solving.cutting_planes import BudgetRows, Rounding
+from planner.solving.milp import minimise
 from planner.solving.step_cut import Cut, Model, Room, build
 from tests.oracle import resnet_like
-from tests.solving.relaxations import LIBRARY, bounds, hold_to_the_cheapest_plan
+from tests.solving.relaxations import bounds, hold_to_the_cheapest_plan
 
 
 def _room(sizes: list[int], free_bytes: int) -> Model:
@@ -67,4 +68,4 @@ def test_between_cuts_of_a_tight_budget_the_bound_rises() -> None:
     again = build(problem, [Cut(turn - 1), *cuts])
     assert again is not None
     BudgetRows(again, known)
-    assert LIBRARY.minimise(again, relax=True).bound * max(cost.seconds for cost in costs) > 0.999 * bound
+    assert minimise(again, relax=True).bound * max(cost.seconds for cost in costs) > 0.999 * bound

@@ -36,7 +36,7 @@ def test_whatever_is_loaded_to_solve_is_in_the_digest(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     loaded = [Path(line).relative_to(ROOT / "planner") for line in done.stdout.splitlines()]
     names = {str(path) for path in loaded} - {"errors.py"}  # what they say changes no solution
-    assert {"solving/peak_bounds.py", "solving/region_recompute.py", "ir/simulator.py", "solvers/ilp.py"} <= names
+    assert {"solving/peak_bounds.py", "solving/repair.py", "ir/simulator.py", "solvers/ilp.py"} <= names
     copy = tmp_path / "planner"
     shutil.copytree(ROOT / "planner", copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = digest_of_source(copy)

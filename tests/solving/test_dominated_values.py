@@ -9,24 +9,24 @@ import pytest
 
 from planner.ir.problem import Problem
 from planner.solving import step_cut
-from planner.solving.dominated_values import passing_values
+from planner.solving.milp import minimise
+from planner.solving.presolve import dominated_values
 from planner.solving.step_cut import Cut, build
 from tests.oracle import random_graph, resnet_like
-from tests.solving.relaxations import LIBRARY
 
 
 def test_a_value_with_one_reader_that_makes_no_more_of_it_is_never_held() -> None:
     graph, _ = resnet_like(2)
-    names = {graph.operations[each.maker].name: each for each in passing_values(graph)}
+    names = {graph.operations[each.maker].name: each for each in dominated_values(graph)}
     assert "block0.relu1" not in names, "the backward reads it, too"
     assert not names["block0.bn1"].together, "the backward reads what it makes beside the value"
     larger = replace(graph, values=tuple(replace(value, size_bytes=i + 1) for i, value in enumerate(graph.values)))
-    assert not [each for each in passing_values(larger) if each.results], (
+    assert not [each for each in dominated_values(larger) if each.results], (
         "where what is made of a value is larger, the value is worth holding"
     )
     for each in names.values():
         assert graph.readers[each.value] == (each.reader,)
-        assert each.maker not in {other.maker for other in passing_values(graph, apart={each.maker})}
+        assert each.maker not in {other.maker for other in dominated_values(graph, apart={each.maker})}
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -39,11 +39,11 @@ def test_programmes_have_the_same_optimum_where_all_values_may_be_held(
     problem = replace(whole, budget_bytes=int(share * whole.baseline.peak_bytes))
     cuts = [Cut(step) for step in range(4, 12)]
     made = build(problem, cuts)
-    monkeypatch.setattr(step_cut, "passing_values", lambda *_: [])
+    monkeypatch.setattr(step_cut, "dominated_values", lambda *_: [])
     all_held = build(problem, cuts)
     if made is None or all_held is None:
         assert made is all_held
         return
-    one, other = LIBRARY.minimise(made), LIBRARY.minimise(all_held)
+    one, other = minimise(made), minimise(all_held)
     assert one.infeasible == other.infeasible
     assert one.bound == pytest.approx(other.bound)

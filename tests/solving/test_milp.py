@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from planner.solving import milp
-from planner.solving.milp import Library
+from planner.solving.milp import minimise
 from planner.solving.step_cut import Model
 
 
@@ -23,28 +23,27 @@ def knapsack() -> Model:
 
 
 def test_a_programme_and_its_relaxation() -> None:
-    library = Library(print)
-    whole, relaxed = library.minimise(knapsack()), library.minimise(knapsack(), relax=True)
+    whole, relaxed = minimise(knapsack()), minimise(knapsack(), relax=True)
     assert whole.columns == pytest.approx([0.0, 1.0, 1.0]) and whole.bound == pytest.approx(5.0)
     assert relaxed.bound == pytest.approx(5.0, rel=1e-5)
     impossible = knapsack()
     impossible.at_least(7.0, (0, 1.0), (1, 2.0), (2, 3.0))
-    assert library.minimise(impossible).infeasible
-    counted = library.minimise(knapsack(), turns=1)
+    assert minimise(impossible).infeasible
+    counted = minimise(knapsack(), turns=1)
     assert counted.bound <= 5.0
 
 
 def test_nothing_is_said_on_stdout() -> None:
     """A report in JSON must be alone there; HiGHS 1.16 prints its name as soon as one is made."""
-    code = "from tests.solving.test_milp import knapsack, Library; Library(print).minimise(knapsack())"
+    code = "from tests.solving.test_milp import knapsack, minimise; minimise(knapsack())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout == b""
 
 
 @pytest.mark.parametrize("has_highs", [True, False])
 def test_optima_and_bounds_are_those_of_trying_everything(has_highs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_highs:
-        monkeypatch.setattr(milp, "_highs", lambda: None)
-    library, rng = Library(lambda line: None), random.Random(0)
+        monkeypatch.setattr(milp, "_highspy", lambda: None)
+    rng = random.Random(0)
     for _ in range(40 if has_highs else 4):
         model = Model()
         for _ in range(6):
@@ -57,7 +56,7 @@ def test_optima_and_bounds_are_those_of_trying_everything(has_highs: bool, monke
             for xs in product((0, 1), repeat=6)
             if all(sum(weight * xs[column] for column, weight in terms) >= least for terms, least in model.rows)
         ]
-        answer, relaxed = library.minimise(model), library.minimise(model, relax=True)
+        answer, relaxed = minimise(model), minimise(model, relax=True)
         assert answer.infeasible == (not kept)
         if kept:
             assert answer.bound == pytest.approx(min(kept)) and relaxed.bound <= min(kept) + 1e-9

@@ -12,7 +12,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solvers import search, solve
-from planner.solving.minimum_peak_search import descended
+from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import minimum_peak
 from tests.oracle import lowest, random_graph, resnet_like
 from tests.tiers import tiered
@@ -25,7 +25,7 @@ LIMITS = SolveLimits(time_limit_seconds=1.0, deterministic=True)
 def _found_and_lowest(seed: int) -> tuple[int, int]:
     graph, costs = random_graph(seed, operations=8, plain=seed % 2 == 0)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    schedule = descended(problem, Schedule.keep_all(graph), LIMITS)
+    schedule = lowest_plan(problem, Schedule.keep_all(graph), LIMITS)
     return problem.evaluate(schedule).peak_bytes, lowest(graph, costs)
 
 
@@ -41,16 +41,16 @@ def test_it_goes_below_what_quick_methods_find_and_the_error_says_so(monkeypatch
     graph, costs = resnet_like(12)
     quick = minimum_peak(graph, costs)
     problem = Problem(graph=graph, costs=costs, budget_bytes=quick.proven_peak_bytes)
-    found = problem.evaluate(descended(problem, quick.schedule, LIMITS))
+    found = problem.evaluate(lowest_plan(problem, quick.schedule, LIMITS))
     assert quick.proven_peak_bytes <= found.peak_bytes < quick.found_peak_bytes
     peaks: list[int] = []
 
     def told(problem: Problem, *rest: Any) -> Schedule:
-        schedule = descended(problem, *rest)
+        schedule = lowest_plan(problem, *rest)
         peaks.append(problem.evaluate(schedule).peak_bytes)
         return schedule
 
-    monkeypatch.setattr(search, "descended", told)
+    monkeypatch.setattr(search, "lowest_plan", told)
     too_little = Problem(graph=graph, costs=costs, budget_bytes=quick.proven_peak_bytes - 1)
     with pytest.raises(InfeasibleBudgetError) as caught:
         solve(too_little, time_limit_seconds=1.0, deterministic=True)
@@ -62,5 +62,5 @@ def test_it_stops_at_the_budget() -> None:
     start = Schedule.keep_all(graph)
     problem = Problem(graph=graph, costs=costs, budget_bytes=int(0.8 * Problem(
         graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes))  # fmt: skip
-    found = problem.evaluate(descended(problem, start, LIMITS))
+    found = problem.evaluate(lowest_plan(problem, start, LIMITS))
     assert 0.9 * problem.budget_bytes < found.peak_bytes <= problem.budget_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.ir.problem import Problem
-from planner.solving.path_rows import PathRows
+from planner.solving.cutting_planes import PathRows
 from planner.solving.step_cut import Cut
 from tests.oracle import resnet_like
 from tests.solving.relaxations import bounds, hold_to_the_cheapest_plan

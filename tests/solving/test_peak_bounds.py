@@ -15,9 +15,9 @@ from planner.common.limits import SolveLimits
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.solving import peak_proof
-from planner.solving.minimum_peak_search import descended
+from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, minimum_peak, proven_floor, proven_peak
-from planner.solving.peak_proof import _SMALL, Births, proven_by_births
+from planner.solving.peak_proof import _SMALL, Births, proven_by_last_births
 from tests.example_graphs import Builder
 from tests.oracle import lowest, random_graph
 from tests.tiers import tiered
@@ -132,7 +132,7 @@ def test_a_bound_that_ran_out_of_work_is_lower_and_no_higher(looks: int, monkeyp
     for seed in range(40):
         graph, costs = random_graph(seed, operations=10, plain=seed % 2 == 0)
         needs_bytes = first_run_bytes(graph, costs)
-        assert max(needs_bytes) <= proven_by_births(graph, costs, needs_bytes)[0] <= _exactly(graph, costs)
+        assert max(needs_bytes) <= proven_by_last_births(graph, costs, needs_bytes)[0] <= _exactly(graph, costs)
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
@@ -146,7 +146,7 @@ def test_a_gradient_that_waits_over_the_largest_operation_of_a_layer_counts() ->
     largest = max(first_run_bytes(graph, costs))
     bound, _ = proven_peak(graph, costs)
     assert bound == largest + STREAM
-    reached = problem.evaluate(descended(problem, lowest_schedule(problem), LIMITS)).peak_bytes
+    reached = problem.evaluate(lowest_plan(problem, lowest_schedule(problem), LIMITS)).peak_bytes
     assert bound <= reached <= 1.01 * bound
 
 

@@ -12,9 +12,9 @@ from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving import minimum_peak_search, peak_repair
-from planner.solving.minimum_peak_search import descended
+from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import lowest_schedule, proven_peak
-from planner.solving.peak_repair import mended
+from planner.solving.peak_repair import with_lower_peak
 from tests.oracle import lowest, random_graph, resnet_like
 from tests.solving.test_peak_bounds import residual_layers
 
@@ -27,7 +27,7 @@ def test_a_mended_plan_is_no_higher_and_no_lower_than_can_be(seed: int) -> None:
     graph, costs = random_graph(seed, operations=8, plain=seed % 2 == 0)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
     start = Schedule.keep_all(graph)
-    found = problem.evaluate(mended(problem, start, LIMITS.clock(), 0)).peak_bytes
+    found = problem.evaluate(with_lower_peak(problem, start, LIMITS.clock(), 0)).peak_bytes
     assert lowest(graph, costs) <= found <= problem.evaluate(start).peak_bytes
 
 
@@ -39,9 +39,9 @@ def test_what_annealing_leaves_is_made_again_by_a_pass_of_its_own(monkeypatch: p
     start = lowest_schedule(problem)
     limits = SolveLimits(time_limit_seconds=2.0, deterministic=True)
     least_bytes = proven_peak(graph, costs)[0]
-    assert problem.evaluate(descended(problem, start, limits)).peak_bytes <= 1.0001 * least_bytes
-    monkeypatch.setattr(minimum_peak_search, "mended", lambda problem, schedule, *_: schedule)
-    assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * least_bytes
+    assert problem.evaluate(lowest_plan(problem, start, limits)).peak_bytes <= 1.0001 * least_bytes
+    monkeypatch.setattr(minimum_peak_search, "with_lower_peak", lambda problem, schedule, *_: schedule)
+    assert problem.evaluate(lowest_plan(problem, start, limits)).peak_bytes > 1.05 * least_bytes
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
@@ -51,9 +51,9 @@ def test_what_is_found_by_looking_harder(blocks: int, levels: int, monkeypatch: 
     problem = Problem(graph=graph, costs=costs, budget_bytes=proven_peak(graph, costs)[0])
     start = lowest_schedule(problem)
     limits = SolveLimits(time_limit_seconds=3.0, deterministic=True)
-    assert problem.evaluate(descended(problem, start, limits)).peak_bytes == problem.budget_bytes
+    assert problem.evaluate(lowest_plan(problem, start, limits)).peak_bytes == problem.budget_bytes
     monkeypatch.setattr(peak_repair, "_LEVELS", peak_repair._LEVELS[:levels])
-    assert problem.evaluate(descended(problem, start, limits)).peak_bytes > 1.05 * problem.budget_bytes
+    assert problem.evaluate(lowest_plan(problem, start, limits)).peak_bytes > 1.05 * problem.budget_bytes
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -63,7 +63,7 @@ def test_it_stops_at_what_is_asked(share: float) -> None:
     start = Schedule.keep_all(graph)
     from_bytes, least_bytes = problem.baseline.peak_bytes, proven_peak(graph, costs)[0]
     asked_bytes = int(least_bytes + share * (from_bytes - least_bytes))
-    found = problem.evaluate(mended(problem, start, LIMITS.clock(), asked_bytes)).peak_bytes
+    found = problem.evaluate(with_lower_peak(problem, start, LIMITS.clock(), asked_bytes)).peak_bytes
     assert 0.9 * asked_bytes <= found <= asked_bytes
 
 
@@ -71,5 +71,5 @@ def test_it_is_the_same_every_time() -> None:
     graph, costs = residual_layers(count=8)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
     limits = SolveLimits(time_limit_seconds=0.05, deterministic=True)
-    found = [mended(problem, Schedule.keep_all(graph), limits.clock(), 0) for _ in range(2)]
+    found = [with_lower_peak(problem, Schedule.keep_all(graph), limits.clock(), 0) for _ in range(2)]
     assert found[0] == found[1]

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from planner.errors import ScheduleError
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.solving.budget_rows import BudgetRows
-from planner.solving.path_rows import PathRows
+from planner.solving.cutting_planes import BudgetRows, PathRows
+from planner.solving.milp import Relaxation
 from planner.solving.repair import without_useless
 from planner.solving.step_cut import Cut, Model, build, needed_after
 from tests.oracle import random_graph
 from tests.solving.plan_columns import columns_of
-from tests.solving.relaxations import LIBRARY
 
 
 def random_plan(rng: random.Random, problem: Problem) -> Schedule:
@@ -70,7 +69,7 @@ def test_a_plan_keeps_every_row(seed: int) -> None:
     cuts = random_cuts(rng, problem)
     model = build(problem, cuts)
     assert model is not None, "a plan keeps the budget"
-    paths, budgets, relaxation = PathRows(problem, cuts, model), BudgetRows(model), LIBRARY.relaxation(model)
+    paths, budgets, relaxation = PathRows(problem, cuts, model), BudgetRows(model), Relaxation(model)
     for _ in range(8):
         found = relaxation.solve()
         assert found.columns is not None

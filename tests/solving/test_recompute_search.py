@@ -1,4 +1,4 @@
-"""Making values again: what is promised of room, of what was held, and of the moment."""
+"""RecomputeSearch values again: what is promised of room, of what was held, and of the moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.recompute_search import Making, members, set_of
+from planner.solving.recompute_search import RecomputeSearch, members, set_of
 from tests.example_graphs import Builder
 from tests.oracle import random_graph
 
@@ -36,17 +36,17 @@ def _needs(
 def test_runs_make_the_value_and_keep_the_room_and_what_was_held(seed: int) -> None:
     graph, costs = random_graph(seed, operations=9, plain=seed % 2 == 0)
     rng = random.Random(seed)
-    making = Making(graph, costs)
+    search = RecomputeSearch(graph, costs)
     ran = rng.randint(1, len(graph.operations))
     made = [u for u, maker in enumerate(graph.producer) if maker < ran]
-    again = [u for u in made if making.counts >> u & 1 and graph.operations[graph.producer[u]].recomputable]
+    again = [u for u in made if search.counts >> u & 1 and graph.operations[graph.producer[u]].recomputable]
     lasting = {u for u in made if not graph.operations[graph.producer[u]].recomputable}
     if not again:
         return
     value = rng.choice(again)
     held = {*rng.sample(made, rng.randint(0, len(made))), *lasting} - {value}
     room_bytes = rng.choice([8, 12, 16, 24, 100])
-    runs = making.runs(value, set_of(held), ran, room_bytes)
+    runs = search.runs(value, set_of(held), ran, room_bytes)
     if runs is not None:
         assert all(index < ran and graph.operations[index].recomputable for index in runs)
         assert _needs(graph, costs, runs, held, held | {value}) <= room_bytes
@@ -58,11 +58,11 @@ def test_runs_make_the_value_and_keep_the_room_and_what_was_held(seed: int) -> N
 @given(seed=st.integers(0, 10**6))
 def test_a_value_can_be_made_in_its_room(seed: int) -> None:
     graph, costs = random_graph(seed, operations=9, plain=True)
-    making = Making(graph, costs)
-    for value in members(making.counts):
-        runs = making.runs(value, 0, len(graph.operations), making.rooms[value])
+    search = RecomputeSearch(graph, costs)
+    for value in members(search.counts):
+        runs = search.runs(value, 0, len(graph.operations), search.rooms[value])
         assert runs is not None
-        assert _needs(graph, costs, runs, set(), {value}) <= making.rooms[value]
+        assert _needs(graph, costs, runs, set(), {value}) <= search.rooms[value]
 
 
 def test_what_can_be_made_later_makes_room_meanwhile() -> None:
@@ -71,7 +71,7 @@ def test_what_can_be_made_later_makes_room_meanwhile() -> None:
     (easy,) = builder.add("easy", [], [128])
     (large,) = builder.add("large", [], [256])
     (value,) = builder.add("value", [large], [64])
-    making = Making(builder.graph("room", {}), tuple(builder.costs))
-    assert making.runs(value, 1 << easy, 3, 256 + 64 + 128) == [1, 2]
-    assert making.runs(value, 1 << easy, 3, 256 + 64) == [1, 2, 0]
-    assert making.runs(value, 1 << easy, 3, 256 + 64 - 1) is None
+    search = RecomputeSearch(builder.graph("room", {}), tuple(builder.costs))
+    assert search.runs(value, 1 << easy, 3, 256 + 64 + 128) == [1, 2]
+    assert search.runs(value, 1 << easy, 3, 256 + 64) == [1, 2, 0]
+    assert search.runs(value, 1 << easy, 3, 256 + 64 - 1) is None

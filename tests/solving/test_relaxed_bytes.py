@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
+from planner.solving.milp import minimise
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.step_cut import Cut, build, carry_out
 from tests.oracle import random_graph, resnet_like
 from tests.solving.plan_columns import columns_of
-from tests.solving.relaxations import LIBRARY
 
 
 @settings(max_examples=150, deadline=None)
@@ -24,7 +24,7 @@ def test_whole_solutions_take_no_more_than_their_schedules(seed: int) -> None:
     problem = Problem(graph=graph, costs=costs, budget_bytes=int(0.6 * whole.baseline.peak_bytes))
     cuts = [Cut(step) for step in range(6, 14) if rng.random() < 0.4] or [Cut(9)]
     model = build(problem, cuts)
-    found = LIBRARY.minimise(model) if model is not None else None
+    found = minimise(model) if model is not None else None
     if model is None or found is None or found.columns is None:
         return
     columns = columns_of(problem, cuts, model, carry_out(problem, cuts, model, found.columns)[0])
@@ -47,7 +47,7 @@ def test_a_cut_where_shares_are_most_over_the_budget_raises_the_bound() -> None:
     for _ in range(4):
         model = build(problem, cuts)
         assert model is not None
-        found = LIBRARY.minimise(model, relax=True)
+        found = minimise(model, relax=True)
         assert found.columns is not None
         bounds.append(found.bound)
         sizes = {

@@ -6,11 +6,11 @@ from itertools import groupby
 from random import Random
 
 from planner.solving import solution_pool
-from planner.solving.solution_pool import MANY, Member, Population
+from planner.solving.solution_pool import MANY, Member, SolutionPool
 
 
-def of(*members: Member) -> Population:
-    found = Population(Random(0))
+def of(*members: Member) -> SolutionPool:
+    found = SolutionPool(Random(0))
     for member in members:
         found.enter(member)
     return found
@@ -20,7 +20,7 @@ def costs(members: list[Member]) -> list[float]:
     return sorted(member.cost for member in members)
 
 
-def stale(there: Population, *, keep_best: bool = False) -> bool:
+def stale(there: SolutionPool, *, keep_best: bool = False) -> bool:
     """Offer what is not let in until it is time to begin again."""
     for _ in range(solution_pool._STALE + 1):
         there.enter(None)

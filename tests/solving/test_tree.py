@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
-from planner.solving.branching import Branching
-from planner.solving.budget_rows import BudgetRows
-from planner.solving.path_rows import PathRows
+from planner.solving.branch_and_bound import Branching, Node, PseudoCosts, Tree
+from planner.solving.cutting_planes import BudgetRows, PathRows
+from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, build
-from planner.solving.tree import Gains, Node, Tree
 from tests.oracle import cheapest, random_graph
-from tests.solving.relaxations import LIBRARY
 
 
 def _problem(seed: int) -> Problem | None:
@@ -30,15 +28,15 @@ def _tree(problem: Problem, cuts: list[Cut]) -> tuple[Model, Tree] | None:
     model = build(problem, cuts)
     if model is None:
         return None
-    relaxation = LIBRARY.relaxation(model)
+    relaxation = Relaxation(model)
     paths, budgets = PathRows(problem, cuts, model), BudgetRows(model)
 
     def add_broken(columns: list[float]) -> int:
         return paths.add_broken(columns) + budgets.add_broken(columns)
 
     branching = Branching(problem, cuts, model)
-    tree = Tree(model, branching, relaxation, add_broken, Gains(), lambda turns: relaxation.solve(turns=turns))
-    assert tree.plant([{}], math.inf)
+    tree = Tree(model, branching, relaxation, add_broken, PseudoCosts(), lambda turns: relaxation.solve(turns=turns))
+    assert tree.open_nodes([{}], math.inf)
     return model, tree
 
 
@@ -53,11 +51,11 @@ def test_it_ends_at_the_optimum_of_the_programme_and_is_never_above(seed: int) -
         return
     model, tree = made
     rows = list(model.rows)
-    least = LIBRARY.minimise(Model(cost=model.cost, integer=model.integer, rows=rows))
+    least = minimise(Model(cost=model.cost, integer=model.integer, rows=rows))
     leaf: Node | None = None
     risen_to = 0.0
     while tree.open and leaf is None:
-        leaf = tree.divide(math.inf)
+        leaf = tree.branch(math.inf)
         assert risen_to - 1e-9 <= tree.bound(math.inf)
         risen_to = tree.bound(math.inf)
     if leaf is None:
@@ -78,6 +76,6 @@ def test_what_is_no_cheaper_than_a_known_plan_is_dropped(seed: int) -> None:
     cutoff = best[0] / max(cost.seconds for cost in problem.costs)
     _, tree = made
     for _ in range(200):
-        if not tree.open or tree.divide(cutoff) is not None:
+        if not tree.open or tree.branch(cutoff) is not None:
             break
     assert tree.bound(cutoff) <= cutoff

@@ -16,7 +16,7 @@ from planner import strategies
 from planner.analysis.audit import audit_study
 from planner.analysis.study import Study
 from planner.capture.memory import measure_peak
-from planner.common.options import Search
+from planner.common.options import Search, grouped
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.module_choices import modules_of
 from tests.models import SEQUENCES as X
@@ -71,17 +71,19 @@ def kept() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", tiered((n for n in strategies.known() if n not in OF_SEVERAL_DEVICES), quick=QUICK))
 def test_every_strategy_of_one_device_runs(name: str, step: Study, kept: list[torch.Tensor]) -> None:
-    plan = step.plan(strategy=name, compare=False)
+    plan = step.plan(budget=planner.Budget(strategy=name), search=planner.Search(compare=False))
     assert plan.runtime == "graph" and plan.solver == name
     assert plan.recomputations or plan.offloading is not None
-    peak_bytes, found = ran(planner.auto_wrap(same_model(), plan=plan))
+    peak_bytes, found = ran(planner.auto_wrap(same_model(), budget=plan))
     assert all(map(torch.equal, found, kept))
     assert 0.999 * plan.peak_bytes <= peak_bytes + plan.total_static_bytes <= plan.peak_bytes == plan.budget_bytes
 
 
 @pytest.mark.parametrize("name", tiered(["every-layer", "every-2"], quick=["every-2"]))
 def test_choices_of_modules_run_as_such(name: str) -> None:
-    plan = planner.plan(Transformer(), X, strategy=name, runtime="modules", compare=False)
+    plan = planner.plan(
+        Transformer(), X, budget=planner.Budget(strategy=name), runtime="modules", search=planner.Search(compare=False)
+    )
     assert plan.runtime == "modules" and len(modules_of(plan)) == (3 if name == "every-layer" else 2)
     proof = planner.verify(Transformer(), X, plan, timed_steps=1)
     assert proof.exact, proof.differences
@@ -92,15 +94,15 @@ def test_choices_of_modules_run_as_such(name: str) -> None:
 def test_what_a_strategy_could_not_pay_less_than_is_proven(runtime: str, step: Study) -> None:
     if runtime == "modules":
         step = planner.study(Transformer(), X, runtime="modules")
-    plan = step.plan(strategy="every-layer", time_limit_seconds=1)
+    plan = step.plan(budget=planner.Budget(strategy="every-layer"), search=planner.Search(time_limit_seconds=1))
     assert 0 < plan.lower_bound_overhead < plan.overhead
-    best = step.plan(budget=plan.budget_bytes, time_limit_seconds=1)
+    best = step.plan(budget=plan.budget_bytes, search=planner.Search(time_limit_seconds=1))
     assert plan.lower_bound_overhead <= best.overhead < plan.overhead
     assert any(row.name == "this plan" for row in plan.baselines)
 
 
 def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does(step: Study) -> None:
-    plan = step.plan(strategy="save-on-cpu", time_limit_seconds=1)
+    plan = step.plan(budget=planner.Budget(strategy="save-on-cpu"), search=planner.Search(time_limit_seconds=1))
     assert plan.offloading is not None
     assert max(value.size_bytes for value in plan.offloading.values) < 2**20, "none would be offloaded by default"
     found = audit_study(step, plan, Search(time_limit_seconds=1))
@@ -109,13 +111,17 @@ def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does(step: Study
 
 
 def test_within_a_budget_or_not_at_all(step: Study) -> None:
-    own = planner.plan(Transformer(), X, strategy="every-2", compare=False)
-    above = step.plan(strategy="every-2", budget=own.peak_bytes + 4096, compare=False)
+    own = planner.plan(
+        Transformer(), X, budget=planner.Budget(strategy="every-2"), search=planner.Search(compare=False)
+    )
+    above = step.plan(
+        budget=planner.Budget(own.peak_bytes + 4096, strategy="every-2"), search=planner.Search(compare=False)
+    )
     assert (above.peak_bytes, above.budget_bytes) == (own.peak_bytes, own.peak_bytes + 4096)
     with pytest.raises(InfeasibleBudgetError, match=rf"'every-2' needs .* \({own.peak_bytes} bytes\)") as caught:
-        step.plan(strategy="every-2", budget=own.peak_bytes - 64)
+        step.plan(budget=planner.Budget(own.peak_bytes - 64, strategy="every-2"))
     assert caught.value.minimum_feasible_peak_bytes == own.peak_bytes
-    wrapped = planner.auto_wrap(Transformer(), plan=planner.Plan.from_json(own.to_json()))
+    wrapped = planner.auto_wrap(Transformer(), budget=planner.Plan.from_json(own.to_json()))
     wrapped(X).backward()
     assert planner.plan_of(wrapped).recomputations == own.recomputations
 
@@ -135,12 +141,12 @@ def test_within_a_budget_or_not_at_all(step: Study) -> None:
 )
 def test_what_does_not_go_together(told: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        planner.plan(Transformer(), X, **told)
+        planner.plan(Transformer(), X, **grouped(**told))
 
 
 def test_a_model_without_blocks() -> None:
     with pytest.raises(UsageError, match="no repeated blocks"):
-        planner.plan(nn.Linear(4, 4), torch.ones(2, 4), strategy="every-2")
+        planner.plan(nn.Linear(4, 4), torch.ones(2, 4), budget=planner.Budget(strategy="every-2"))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,10 +163,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for arguments, words in (
         (["verify", "own.py:make"], "--strategy NAME, --plan FILE"),
         (["verify", "own.py:make", "--plan", "own.plan", "--strategy", "every-2"], "leave --strategy out"),
-        (
-            ["plan", "own.py:make", "--strategy", "every-2", "--pipeline-stages", "2", "--micro-batches", "2"],
-            "pipeline",
-        ),
     ):
         assert cli.main(arguments) == 2
         streams = capsys.readouterr()

@@ -15,9 +15,9 @@ import cli
 import cost_models
 from planner import strategies
 from planner.analysis.audit import audit_study
-from planner.analysis.strategy_comparison import Established, StrategyRow, compare
+from planner.analysis.strategy_comparison import Established, compare
 from planner.analysis.study import Study
-from planner.analysis.trade_off import methods as ways
+from planner.analysis.trade_off import answers as ways
 from planner.common.options import Search
 from planner.errors import UsageError
 from planner.ir.cut_points import turning_point
@@ -26,13 +26,12 @@ from planner.ir.host import Host
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes, simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.baselines import every_nth_layer
-from planner.plans.plan import PlanOrigin
-from planner.report import render_established
-from planner.report.established import answer
-from planner.strategies import StrategyStep, unsloth
-from planner.strategies._divided import GATHER
-from planner.strategies.binary_search import peak_bytes, search
+from planner.plans.comparison import every_nth_layer
+from planner.plans.plan import ComparisonRow, PlanOrigin
+from planner.report.comparisons import render_established
+from planner.report.comparisons import strategies_answer as answer
+from planner.strategies import StrategyStep, _rules
+from planner.strategies._rules import GATHER, peak_bytes, searched_count
 from tests.example_graphs import Builder, transformer
 
 GRAPH, COSTS = transformer(4)
@@ -224,7 +223,7 @@ def test_the_peak_is_not_monotone_in_the_number_and_the_search_fails() -> None:
     assert peaks[0] > peaks[1] > peaks[2] > peaks[3] < peaks[4]
     budget_bytes = peaks[3]
     assert [peak <= budget_bytes for peak in peaks] == [False, False, False, True, False]
-    assert search(step, budget_bytes) is None
+    assert searched_count(step, budget_bytes) is None
     percent = -(-100 * budget_bytes // peaks[0])
     assert peaks[0] * percent // 100 < min(peaks[2], peaks[4])
     with pytest.raises(UsageError, match=rf"chain has no number of blocks .* {percent}%"):
@@ -237,7 +236,7 @@ def test_where_the_peak_is_monotone_the_search_finds_the_smallest_number() -> No
     assert peaks == sorted(peaks, reverse=True)
     for budget_bytes in (*peaks, peaks[2] - 1, peaks[-1] - 1):
         fitting = [count for count, peak in enumerate(peaks) if peak <= budget_bytes]
-        assert search(step, budget_bytes) == (fitting[0] if fitting else None)
+        assert searched_count(step, budget_bytes) == (fitting[0] if fitting else None)
 
 
 # What waits on the host: by the operation that makes it, before which operation it leaves, and before which it returns.
@@ -266,7 +265,7 @@ def test_inputs_of_blocks_wait_on_the_host(name: str) -> None:
 
 def test_unsloth_keeps_the_last_input_and_small_ones_and_fetches_a_layer_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moves("unsloth") == {}
-    monkeypatch.setattr(unsloth, "_MORE_THAN_BYTES", 63)
+    monkeypatch.setattr(_rules, "_UNSLOTH_MOVES_ABOVE_BYTES", 63)
     assert moves("unsloth") == {4 * i: (2 + 4 * i, 5 + 4 * i) for i in (1, 2)}
 
 
@@ -445,7 +444,7 @@ def test_names_with_numbers() -> None:
 
 
 def test_audit_and_what_if_take_every_name() -> None:
-    audit = audit_study(study_of(), "chunked-2", Search(solver="sqrt"))
+    audit = audit_study(study_of(), "chunked-2", Search("sqrt"))
     assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
     with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
         audit_study(study_of(*chain()), "megatron-selective", Search())
@@ -467,7 +466,7 @@ def _fixed(*rows: tuple[str, float, float, float, float]) -> Established:
         model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=9 * 2**30,
         baseline_step_seconds=0.5, absent={"megatron-selective": "toy has no attention in its blocks"},
         rows=tuple(
-            StrategyRow(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
+            ComparisonRow(name=name, peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
                      lower_bound_overhead=bound, solver="ilp")
             for name, size, pays, best, bound in rows
         ),

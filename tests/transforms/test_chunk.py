@@ -15,7 +15,7 @@ import planner
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.common.options import TOLERANCE, check_chunk, chunks_of
+from planner.common.options import TOLERANCE, check_chunk, chunks_of, grouped
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.plan import Plan
 from planner.session.step import Options, lower_as_run
@@ -140,9 +140,9 @@ def smallest(step: Study) -> int:
 
 def tight_plan(model: nn.Module, inputs: Any, chunk: int) -> Plan:
     """Return a plan at the smallest budget in chunks, which is below what the step in one piece needs."""
-    whole, in_chunks = planner.study(model, inputs), planner.study(model, inputs, chunk=chunk)
+    whole, in_chunks = planner.study(model, inputs), planner.study(model, inputs, runtime=planner.Runtime(chunk=chunk))
     assert smallest(in_chunks) < smallest(whole)
-    return in_chunks.plan(budget=smallest(in_chunks), time_limit_seconds=0.5)
+    return in_chunks.plan(budget=smallest(in_chunks), search=planner.Search(time_limit_seconds=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def whole() -> Study:
 
 @pytest.fixture(scope="module")
 def in_four() -> Study:
-    return planner.study(GPT(), tokens(), chunk=4)
+    return planner.study(GPT(), tokens(), runtime=planner.Runtime(chunk=4))
 
 
 def region_of(model: nn.Module, inputs: Any) -> ChunkRegion | None:
@@ -180,7 +180,7 @@ def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_pr
     whole: Study, in_four: Study
 ) -> None:
     assert smallest(in_four) < smallest(whole) - LOGITS_BYTES / 2
-    plan = in_four.plan(budget=smallest(in_four), time_limit_seconds=0.5)
+    plan = in_four.plan(budget=smallest(in_four), search=planner.Search(time_limit_seconds=0.5))
     assert chunks_of(plan.fingerprint) == 4
     (note,) = (w for w in plan.warnings if w.rule == "in-slices")
     assert f"13 of {ROWS} rows at a time, and 11 at last" in note.evidence
@@ -205,7 +205,9 @@ def test_every_layer_that_is_built_alike_is_chunked() -> None:
 
 def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_piece() -> None:
     model, inputs = Noisy(), rows(64)
-    plan = planner.plan(model, inputs, budget="90%", chunk=4, time_limit_seconds=0.5)
+    plan = planner.plan(
+        model, inputs, budget="90%", runtime=planner.Runtime(chunk=4), search=planner.Search(time_limit_seconds=0.5)
+    )
     assert_as_promised(model, inputs, plan)
 
 
@@ -242,7 +244,7 @@ def test_random_numbers_and_statistics_over_rows_end_a_region(inner, target) -> 
 def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.Conv1d(4, 4, 3))
     with pytest.raises(UsageError, match="nothing that is large at the peak can be computed in chunks"):
-        planner.plan(model, torch.randn(4, 4, 50), budget="100%", chunk=2)
+        planner.plan(model, torch.randn(4, 4, 50), budget="100%", runtime=planner.Runtime(chunk=2))
 
 
 @pytest.mark.parametrize(
@@ -251,24 +253,29 @@ def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
         ({"chunk": 0}, "'auto', 'off' or a number"),
         ({"chunk": "atuo"}, "did you mean 'auto'"),
         ({"chunk": 2, "runtime": "modules"}, "leave out runtime='modules'"),
-        ({"chunk": "auto", "tensor_parallel": 2}, "one device"),
     ],
 )
 def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        planner.plan(Wide(), rows(), budget="100%", **asked)
+        planner.plan(Wide(), rows(), **grouped(budget="100%", **asked))
 
 
 def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper(whole: Study) -> None:
     model, inputs = GPT(), tokens()
-    assert chunks_of(planner.plan(model, inputs, budget="100%", chunk="auto").fingerprint) == 1
+    assert chunks_of(planner.plan(model, inputs, budget="100%", runtime=planner.Runtime(chunk="auto")).fingerprint) == 1
     budget = smallest(whole) - LOGITS_BYTES // 2
-    plan = planner.plan(model, inputs, budget=budget, chunk="auto", time_limit_seconds=0.5)
+    plan = planner.plan(
+        model,
+        inputs,
+        budget=budget,
+        runtime=planner.Runtime(chunk="auto"),
+        search=planner.Search(time_limit_seconds=0.5),
+    )
     assert chunks_of(plan.fingerprint) > 1
     (why,) = (w for w in plan.warnings if w.rule == "why-slices")
     assert "in one piece no plan" in why.evidence
     with pytest.raises(InfeasibleBudgetError, match="--chunk auto"):
-        planner.plan(model, inputs, budget=budget, time_limit_seconds=0.5)
+        planner.plan(model, inputs, budget=budget, search=planner.Search(time_limit_seconds=0.5))
 
 
 def test_a_saved_plan_rebuilds_its_chunks_gives_the_gradients_of_eager_and_goes_to_other_sizes(
@@ -278,29 +285,41 @@ def test_a_saved_plan_rebuilds_its_chunks_gives_the_gradients_of_eager_and_goes_
     model(ids, labels).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    made = planner.plan(model, (ids, labels), budget="85%", chunk=4, time_limit_seconds=0.5, compare=False)
+    made = planner.plan(
+        model,
+        (ids, labels),
+        budget="85%",
+        runtime=planner.Runtime(chunk=4),
+        search=planner.Search(time_limit_seconds=0.5, compare=False),
+    )
     in_one_piece = whole.problem("85%")
     assert made.budget_bytes == in_one_piece.budget_bytes + in_one_piece.graph.total_static_bytes
     made.save(tmp_path / "plan")
     plan = Plan.load(tmp_path / "plan")
     assert plan == made
-    planner.auto_wrap(model, plan=plan)
+    planner.auto_wrap(model, budget=plan)
     model(ids, labels).backward()
     assert planner.plan_of(model).fingerprint == made.fingerprint
     assert planner.plan_of(model).recomputations == made.recomputations
     for name, parameter in model.named_parameters():
         assert (parameter.grad - expected[name]).norm() <= TOLERANCE * max(expected[name].norm(), 0.01), name
-    planner.auto_wrap(model, (ids, labels), budget=made.budget_bytes, chunk=4, time_limit_seconds=0.5)
+    planner.auto_wrap(
+        model,
+        (ids, labels),
+        budget=made.budget_bytes,
+        runtime=planner.Runtime(chunk=4),
+        search=planner.Search(time_limit_seconds=0.5),
+    )
     model(ids[:, :20], labels[:, :20]).backward()
     assert chunks_of(planner.plan_of(model).fingerprint) == 4
 
 
 def test_a_step_in_chunks_can_be_studied(whole: Study, in_four: Study) -> None:
     assert in_four.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
-    plan = in_four.plan(budget="90%", time_limit_seconds=0.5)
+    plan = in_four.plan(budget="90%", search=planner.Search(time_limit_seconds=0.5))
     assert chunks_of(plan.fingerprint) == 4 and planner.explain(plan).values
     with pytest.raises(UsageError, match="in one number of chunks"):
-        planner.study(GPT(), tokens(), chunk="auto")
+        planner.study(GPT(), tokens(), runtime=planner.Runtime(chunk="auto"))
 
 
 def test_numbers_of_chunks() -> None:

@@ -1,16 +1,132 @@
-"""All that a what-if has come to, as JSON and as CSV."""
+"""Other solvers, and what people do without one, on the axes of the curve."""
 
 from __future__ import annotations
 
 import csv
 import io
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from planner.analysis.trade_off.accelerators import DeviceRow
-from planner.analysis.trade_off.methods import Method
+from planner import solvers, strategies
+from planner.analysis.study import Study
+from planner.analysis.trade_off.axes import DeviceRow
+from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
+from planner.common.json_reader import attributes
+from planner.common.registry import did_you_mean
+from planner.errors import PlannerError, UsageError
+from planner.ir.schedule import Schedule
+from planner.plans.comparison import evaluate
 from planner.plans.plan import Plan
+from planner.solvers.auto import AutoSolver
+
+PYTORCH = "pytorch"
+"""PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
+
+RECOMPUTE_ALONE = "recompute"
+"""Solver ``auto`` without offload, beside a curve with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to choose what is recomputed, and why there is no point of it if there is none.
+
+    A solver's points are at the curve's budgets; of a method without a budget each stands at its own peak.
+    """
+
+    name: str
+    points: tuple[TradeOffPoint, ...]
+    reason: str = ""
+
+    def report(self) -> dict[str, Any]:
+        """Return the method as plain data for JSON."""
+        return attributes(self, "name", "points", "reason")
+
+
+def check(names: Sequence[str], runtime: str = "graph") -> None:
+    """Refuse names of no way, and those of ways that a runtime cannot go."""
+    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
+    for name in names:
+        if name not in known and not is_strategy(name):
+            hint = did_you_mean(name, known, write=str)
+            raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
+    if runtime == "modules":
+        solvers.check_for_regions(*(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
+
+
+def is_strategy(name: str) -> bool:
+    """Whether a method is that of an established system: one point, whatever the budget."""
+    return name not in solvers.names() and strategies.find(name) is not None
+
+
+class MethodSweep:
+    """Ways in the making, on the budgets and under the bounds of a curve; what is done can be asked for at any time.
+
+    Each solver has as long as the curve's. ``pytorch`` gives what PyTorch's partitioner decides on the graph of the
+    same step, one schedule after the other.
+    """
+
+    def __init__(
+        self, names: Sequence[str], curve: CurveSweep, pytorch: Callable[[], Iterable[Schedule]] | None = None
+    ) -> None:
+        check(names, curve.study.origin.runtime)
+        self.names = tuple(dict.fromkeys(names))
+        self.curve = curve
+        self.pytorch = pytorch
+        self.methods: tuple[Method, ...] = ()
+
+    def run(self, count: Count = lambda done, total: None) -> None:
+        """Find every method's points."""
+        for name in self.names:
+            before = self.methods
+            for method in self._pytorch() if name == PYTORCH else [self._at_once(name, count)]:
+                self.methods = (*before, method)
+
+    def _at_once(self, name: str, count: Count) -> Method:
+        """Return a strategy's point, or a solver's points; these with offload if the curve is, and the solver can."""
+        curve = self.curve
+        if is_strategy(name):
+            try:
+                return Method(name=name, points=(point_of(curve.study, curve.study.strategy(name), name),))
+            except UsageError as error:
+                return Method(name=name, points=(), reason=str(error))
+        if name == curve.search.solver:
+            return Method(name=name, points=curve.curve().points)
+        alone = name == RECOMPUTE_ALONE
+        host = None if alone or not solvers.get(name).offloads else curve.host
+        search = replace(curve.search.under(name), solver=AutoSolver.name if alone else name)
+        sweep = CurveSweep(curve.study, search, known=curve, host=host)
+        sweep.run(count)
+        return Method(name=name, points=sweep.curve().points)
+
+    def _pytorch(self) -> Iterator[Method]:
+        """Return the method, and again each time that it has another point."""
+        tell = self.curve.search.under(PYTORCH).tell
+        method = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
+        yield method
+        tell("partitioning")
+        try:
+            for schedule in self.pytorch() if self.pytorch else ():
+                points = {*method.points, point_of(self.curve.study, schedule, PYTORCH)}
+                method = replace(method, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
+                yield method
+                tell(f"{len(method.points)} different points")
+        except PlannerError as error:
+            yield replace(method, reason=str(error))
+
+
+def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
+    """Return the point of a schedule: its own peak is its budget."""
+    found = evaluate(replace(study.problem(), host=study.unlimited_host()), schedule, name)
+    return TradeOffPoint(
+        budget_bytes=found.peak_bytes,
+        predicted_peak_bytes=found.peak_bytes,
+        overhead=found.overhead,
+        host_bytes=found.host_bytes,
+        solver=name,
+        status="feasible",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,9 @@ from planner.errors import UsageError
 
 _LARGEST_COARSE_STEP = 64
 
+DEFAULT_POINTS = 20
+"""Budgets on a curve, unless another number is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
@@ -67,6 +70,25 @@ def _size(part: str, text: str, what: str) -> int:
 def _check_rising(values: Sequence[int], text: str, what: str) -> None:
     if any(before >= after for before, after in pairwise(values)):
         raise UsageError(f"{what} {text!r} are out of order: each must be above the one before it")
+
+
+def points_and_range(budgets: int | str | Iterable[object]) -> tuple[int, str | None]:
+    """Read how many budgets are asked for, and where they lie, None for anywhere; what cannot be read is refused.
+
+    >>> points_and_range(8), points_and_range("4GiB..16GiB:8"), points_and_range(["4GiB", "8GiB"])
+    ((8, None), (8, '4GiB..16GiB'), (20, '4GiB,8GiB'))
+    """
+    points, text = DEFAULT_POINTS, None
+    if isinstance(budgets, int):
+        points = budgets
+    else:
+        text, colon, number = as_typed(budgets).partition(":")
+        if colon:
+            points = _size(number, number, "a number of points")
+        check_budgets(text)
+    if points < 2:
+        raise UsageError(f"a curve has at least 2 points, not {points}")
+    return points, text
 
 
 def check_budgets(text: str) -> None:

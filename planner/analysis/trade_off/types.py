@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.analysis.trade_off.sizes import SizeAxis
+from planner.analysis.trade_off.axes import SizeAxis
 from planner.common.json_reader import attributes, to_data
 from planner.plans.plan import EagerStep
 

@@ -1,1 +1,1 @@
-"""Repeated blocks captured one by one, and the step around them."""
+"""Capture a model's repeated blocks one by one, and record the eager step around them."""

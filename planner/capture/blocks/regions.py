@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, each captured on its own, and the step that runs around them.
+"""Capture repeated blocks, or the largest modules that can be, and record the eager step around them.
 
 That step runs on fake tensors, with a stand-in for every block that has its inputs and outputs and no insides. Around
 the blocks it is eager PyTorch, so it is followed and not modelled: what runs, and when each storage is freed.
@@ -6,34 +6,42 @@ the blocks it is eager PyTorch, so it is followed and not modelled: what runs, a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.blocks.trace import Passage, Recorder
-from planner.capture.forwards import forwards
-from planner.capture.gradients import Gradients
+from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
-from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, mode_of, until_stopped
+from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
-from planner.capture.planned_call import parts_as_written
+from planner.capture.parallel_events import Gradients, UnitCalls
+from planner.capture.planned_call import forwards, parts_as_written
 from planner.capture.provenance import kinds_of
-from planner.capture.random_states import RandomStates
-from planner.capture.state_restore import put_back, written_back
-from planner.capture.storages import Run
-from planner.capture.target_device import Elsewhere, as_it_runs
-from planner.capture.torch_internals import Compiler, FakeTensor, aot_backend, call_implementation, other_state
+from planner.capture.state_restore import RandomStates, put_back, written_back
+from planner.capture.storages import Run, StepRecorder
+from planner.capture.target_device import TargetDevice, calls_of
+from planner.capture.torch_internals import (
+    CHECKPOINT,
+    Compiler,
+    FakeTensor,
+    aot_backend,
+    call_implementation,
+    next_number,
+    number_at_work,
+    other_state,
+)
 from planner.capture.trees import leaves_of, mapped, tensors_in
-from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
@@ -62,12 +70,6 @@ class Block:
     """What it gave, on fake tensors."""
     inputs: Inputs
     """What it was called with, as fake tensors."""
-
-    @property
-    def passes_gradients_on(self) -> bool:
-        """Whether its backward makes gradients of what it is given."""
-        gradients = zip(self.lowered.joint.placeholders, self.lowered.joint.outputs[1], strict=True)
-        return any(isinstance(gradient, fx.Node) for node, gradient in gradients if node in self.given)
 
     @property
     def tangents(self) -> list[tuple[fx.Node, int]]:
@@ -103,11 +105,87 @@ class SeenCall:
     """Whether the model has switched gradients or autocast around it."""
 
 
+@dataclass
+class Passage:
+    """The forward of a block, its backward, or the loss.
+
+    ``reads`` are storages; for a block, one for each given placeholder or for each tangent, None for what is resident.
+    ``makes`` are too; for a block from its own values to them.
+    """
+
+    phase: Phase
+    module: str = ""
+    reads: Sequence[int | None] = ()
+    makes: dict[int, int] = field(default_factory=dict)
+
+
+class Recorder(StepRecorder[Passage]):
+    """Records a step on fake tensors, under their mode."""
+
+    def __init__(self, fakes: Any, sums: EngineSums, resident: Any, names: dict[nn.Module, str]) -> None:
+        super().__init__(fakes, sums, resident, names)
+        self.checkpoints = False
+        """Whether something ran under ``torch.utils.checkpoint``."""
+        self.found: list[int] = []
+        """Storages of gradients that earlier backwards have left."""
+        self.gradients: dict[str, int] = {}
+        """The storage of each parameter's gradient at the end, by the parameter's name."""
+        self._turns: list[int] = []
+        self._at_work: list[str] = []
+        """From the operation of each number on, in forward order, the module that is at work."""
+
+    def passage(self, phase: Phase, module: str = "", reads: Sequence[int | None] = ()) -> Passage:
+        """Begin a passage: what is freed from now on is freed after it."""
+        self.checkpoints |= _is_checkpointed()
+        passage = Passage(phase, module, reads)
+        self.events.append(passage)
+        return passage
+
+    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
+        """Write a call down, and what it is a part of the derivative of."""
+        run = super().note(function, args, kwargs, result)
+        self.checkpoints |= _is_checkpointed()
+        if run is not None and (number := number_at_work()) is not None:
+            turn = bisect_right(self._turns, number)
+            run.derivative_of = self._at_work[turn - 1] if turn else ""
+        return run
+
+    def entered(self, module: nn.Module, inputs: Any) -> None:
+        """Note that a module's forward begins."""
+        super().entered(module, inputs)
+        self._turn()
+
+    def left(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Note that a module's forward ends."""
+        super().left(module, inputs, outputs)
+        self._turn()
+
+    @contextmanager
+    def caller(self) -> Iterator[None]:
+        """Count the derivative of what runs to the module that calls the one at work."""
+        *outside, inside = self.within
+        self.within = outside
+        self._turn()
+        try:
+            yield
+        finally:
+            self.within.append(inside)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._turns.append(next_number())
+        self._at_work.append(self.module)
+
+
+def _is_checkpointed() -> bool:
+    return any(frame.f_code is CHECKPOINT for frame, _ in walk_stack(None))
+
+
 class Step:
     """One step of a model, which is left as it was: on fake tensors, or a real one, where data decide what runs."""
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, elsewhere: Elsewhere | None = None, *, real: bool = False
+        self, model: nn.Module, inputs: Inputs, elsewhere: TargetDevice | None = None, *, real: bool = False
     ) -> None:
         self.model = model
         self.elsewhere = elsewhere
@@ -211,7 +289,7 @@ class Step:
     ) -> tuple[Recorder, dict[str, Block]]:
         """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients.
 
-        ``units`` are the modules that FSDP2 gathers together beside blocks; their turns are noted.
+        ``units`` are the modules that FSDP2 gathers together, by the path of the first; their turns are noted.
 
         A block whose backward does not run saves all the same, for as long as what it returned lives. That is what
         eager does, so it is recorded as eager, and left out of the blocks that come second.
@@ -239,7 +317,9 @@ class Step:
         }
         for path, modules in units.items():
             calls = UnitCalls(path, modules)
-            replacing |= {each: partial(calls.followed, recorder.turn, each, each.forward) for each in modules}
+            for each in modules:
+                run = replacing.get(each, each.forward)
+                replacing[each] = partial(calls.followed, recorder.turn, each, run)
         with self._following(replacing, recorder), gradients.followed(recorder, self.state) as recorder.found:
             self._follow(recorder, loss)
         self.checkpoints = recorder.checkpoints
@@ -336,7 +416,7 @@ class Step:
     @contextmanager
     def _without_data(self) -> Iterator[None]:
         in_their_place = other_state(self.model, self.state)
-        with as_with_data(self.masking), as_it_runs(self.elsewhere), self.mode, in_their_place:
+        with as_with_data(self.masking), calls_of(self.elsewhere), self.mode, in_their_place:
             yield
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Puts a step together: the eager operations that were followed, and in place of each block its own graph.
+"""Lower captured blocks, and the eager operations recorded around them, to one training graph.
 
 Eager operations run once, and what they hold is held as it was seen to be. A block's operations may
 run again, while its backward runs, from what the block is given and what it saves. What crosses a
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.blocks.regions import Block
-from planner.capture.blocks.trace import Passage, Recorder, Turn
+from planner.capture.blocks.regions import Block, Passage, Recorder
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.sharding import Sharding, Units
-from planner.capture.storages import Run, freed_after
+from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
-from planner.ir.builder import GraphBuilder, Keys, StepContext
+from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.graph import ACCUMULATE_TARGET, FOUND_TARGET, Phase, TrainingGraph
 
 RETURN_TARGET = "returns"
@@ -44,7 +43,6 @@ def put_together(
         joint,
         graph,
         builder.operation_nodes,
-        fingerprinted=builder.as_written_before(graph),
         parts={block.lowered.joint.graph: block.lowered for block in blocks.values()},
     )
 
@@ -71,13 +69,8 @@ class Builder(GraphBuilder[fx.Node]):
         self.trace = trace
         self.blocks = blocks
         self.sharding: Sharding | None = None
-        self.keys_before = Keys()
-        self.known_as: dict[int, str] = {}
-        """Operation to the key that it had in plan files written before."""
         self.spread: set[int] = set()
         """Storages of gradients that FSDP2 spreads, and then frees."""
-        self.ended: Block | None = None
-        """A block whose backward has ended, but for sums of its gradients with those of earlier backwards."""
         self.value_of: dict[int | None, int] = {}
         """Storage that was followed to value."""
         self.inside: dict[tuple[str, int], int | None] = {}
@@ -97,40 +90,18 @@ class Builder(GraphBuilder[fx.Node]):
         """Go through the events of the step."""
         if self.trace.found:
             self.add_once(FOUND_TARGET, "", (), [self._value(storage) for storage in self.trace.found])
-        if self.sharding:
-            self.sharding.begin()
         for index, event in enumerate(self.trace.events):
-            if not (isinstance(event, Run) and set(event.writes) & set(self.trace.found)):
-                self._end_block()
-            if isinstance(event, Run):
-                self._eager(event, index)
-            elif isinstance(event, Turn):
+            if isinstance(event, Turn):
                 self._turn(event, index)
+            elif isinstance(event, Run):
+                self._eager(event, index)
             elif event.phase is Phase.LOSS:
                 self._loss(event, index)
             else:
                 self._block(event, index)
-        self._end_block()
         if self.sharding:
             self.sharding.end()
         return self.finish()
-
-    def _end_block(self) -> None:
-        """Let FSDP2 do what it does after a block's backward, once the block's gradients are complete."""
-        if self.sharding and self.ended is not None:
-            self.sharding.after_backward(self.ended.path, input_has_gradient=self.ended.passes_gradients_on)
-        self.ended = None
-
-    def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
-        """Return the graph as fingerprints have it.
-
-        What is eager in the backward was of no module, and what a loss works with was rounded up, as one tensor is.
-        """
-        return replace(
-            graph,
-            operations=tuple(replace(o, key=self.known_as.get(i, o.key)) for i, o in enumerate(graph.operations)),
-            values=tuple(replace(value, size_bytes=self.aligned(value.size_bytes)) for value in graph.values),
-        )
 
     def _value(self, storage: int) -> int:
         """Return the value of a storage that is made now."""
@@ -145,32 +116,25 @@ class Builder(GraphBuilder[fx.Node]):
             run.module or run.derivative_of,
             self._reads((*run.reads, *self.held[index]), made=run.makes),
             [self._value(storage) for storage in run.makes],
-            module_before=run.module,
             node=run.node,
             **run.facts,
         )
 
     def _turn(self, turn: Turn, index: int) -> None:
-        """Let FSDP2 do what it does as the forward or backward of a unit that is no block begins, or ends."""
+        """Let FSDP2 do what it does as the forward or backward of a unit begins, or ends."""
         if self.sharding:
-            self.sharding.turn(turn.unit, is_entered=turn.is_entered, is_forward=self.phase is Phase.FORWARD)
-        self.add_once("turn", turn.unit, self._reads(self.held[index], made=()))
+            self.sharding.turn(turn.module, is_entered=turn.is_entered, is_forward=self.phase is Phase.FORWARD)
+        self.add_once("turn", turn.module, self._reads(self.held[index], made=()))
 
     def _loss(self, event: Passage, index: int) -> None:
-        if self.sharding:
-            self.sharding.end_forward()
         makes = [self._value(storage) for storage in event.makes.values()]
         makes += self.add_loss_values()
         self.add_loss(self._reads((*event.reads, *self.held[index]), made=event.makes.values()), makes)
-        if self.sharding:
-            self.sharding.begin_backward()
 
     def _block(self, event: Passage, index: int) -> None:
         block = self.blocks[event.module]
         graph, path = block.lowered.graph, block.path
         is_forward = event.phase is Phase.FORWARD
-        if self.sharding:
-            (self.sharding.before_forward if is_forward else self.sharding.before_backward)(path)
         given = block.given if is_forward else [node for node, _ in block.tangents]
         crossing = event.makes
         handed = {block.value(n): self.value_of.get(storage) for n, storage in zip(given, event.reads, strict=True)}
@@ -207,27 +171,12 @@ class Builder(GraphBuilder[fx.Node]):
         if not is_forward and not GIVES_GRADIENTS_AWAY:
             held += [v for v in handed.values() if v is not None]
         self.add_once(RETURN_TARGET, path, held)
-        if self.sharding and is_forward:
-            self.sharding.after_forward(path)
-        elif not is_forward:
-            self.ended = block
 
     def _reads(self, storages: Iterable[int | None], made: Container[int | None]) -> list[int]:
         """Return the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
 
-    def add_once(
-        self,
-        target: str,
-        module: str,
-        reads: Iterable[int],
-        makes: Iterable[int] = (),
-        *,
-        module_before: str | None = None,
-        **facts: Any,
-    ) -> None:
-        """Add an operation that runs once; ``module_before`` is what its key had for the module before."""
-        known_as = self.keys_before.next(module if module_before is None else module_before, target, self.phase)
-        self.known_as[len(self.operations)] = known_as
+    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), **facts: Any) -> None:
+        """Add an operation that runs once."""
         name = f"{_join(module, target)}.{len(self.operations)}".lstrip(".")
         self.add(target, reads, makes, name=name, module=module, recomputable=False, **facts)

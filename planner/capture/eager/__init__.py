@@ -1,1 +1,1 @@
-"""One eager step, recorded as autograd runs it."""
+"""Record one eager training step as autograd runs it."""

@@ -1,4 +1,4 @@
-"""What modules of a recorded eager step could send to the host's memory, and when it is away.
+"""Find the saved activations of a recorded step that could be offloaded to the host, and when.
 
 A module sends what it saves for backward, or what its checkpoint is given, where nobody outside its call saves that or
 is given it: then a value has one place on the host, leaves once and returns once, whatever else is chosen. It leaves
@@ -22,7 +22,6 @@ class Candidate:
 
     That happens before run ``before`` of the backward; until run ``until`` something of it is saved. They make the
     storages ``makes``, and find ``finds`` there. ``keepable`` are those that need not run, if their outputs are kept.
-    Where the backward reads nothing that the call saves, nothing runs again: ``unread`` is what is then not held.
     """
 
     module: str
@@ -34,7 +33,6 @@ class Candidate:
     finds: frozenset[int]
     statistics_bytes: int
     keepable: tuple[int, ...]
-    unread: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Waits:
 def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> dict[str, Waits]:
     """Say for each candidate what it could send of the storages that are large enough, and may go."""
     search = _SendSearch(trace, candidates, movable)
-    return {c.module: Waits(tuple(search.saved(c)), tuple(search.given(c))) for c in candidates if not c.unread}
+    return {c.module: Waits(tuple(search.saved(c)), tuple(search.given(c))) for c in candidates}
 
 
 class _SendSearch:

@@ -1,9 +1,10 @@
-"""Runs one eager step to record it, without data where the program allows that, and undoes what it did."""
+"""Record one eager step, on fake tensors where the program allows it, and restore the program afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,26 +15,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
-from planner.capture.fake_internals import without_logs_of_errors
-from planner.capture.forwards import forwards
-from planner.capture.gradients import Gradients
+from planner.capture.fake_internals import is_fake, is_without_data, mode_of, without_logs_of_errors
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of
-from planner.capture.joint_capture import is_fake, is_without_data, mode_of
+from planner.capture.model_facts import has_distributed_tensors, units_of
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_distributed_tensors, units_of
-from planner.capture.planned_call import parts_run_as_they_are
+from planner.capture.parallel_events import Gradients, UnitCalls
+from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
 from planner.capture.state_restore import forget, put_back, written_back
-from planner.capture.target_device import Elsewhere, as_it_runs
-from planner.capture.torch_internals import (
-    FakeTensor,
-    call_implementation,
-    calling,
-    installed_call,
-    other_state,
-)
+from planner.capture.target_device import TargetDevice, calls_of
+from planner.capture.torch_internals import FakeTensor, call_implementation, installed_call, other_state
 from planner.capture.trees import tensors_in
-from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 
@@ -44,7 +36,7 @@ def record(
     *,
     loss: LossMemory | None = None,
     gradients: Gradients | None = None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: TargetDevice | None = None,
     may_run: bool = True,
 ) -> Trace:
     """Record one training step: without data where the program allows that, else for real if it may run.
@@ -59,86 +51,88 @@ def record(
     inputs = inputs.map_tensors(_as_leaf)
     computed = {path: _as_leaf(tensor) for path, tensor in state_of(model).items() if not tensor.is_leaf}
     with other_state(model, computed):
-        follow = partial(_record, model, inputs, loss=loss, gradients=gradients or Gradients())
-        return _recorded_somehow(model, inputs, follow, elsewhere, may_run)
-
-
-def _recorded_somehow(
-    model: nn.Module, inputs: Inputs, follow: Callable[..., Trace], elsewhere: Elsewhere | None, may_run: bool
-) -> Trace:
-    depends_on_data = False
-    try:
-        trace = follow(elsewhere=elsewhere)
-        if trace.repeats or has_distributed_tensors(model):
-            # Fake kernels do that the first time only, and autograd copies such a result. DTensors find out the first
-            # time how results are spread, by operators on tensors that do not exist.
-            trace = follow(elsewhere=elsewhere)
-        if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
-            return trace
-    except PlannerError:
-        raise
-    except Exception as error:
-        depends_on_data = True
-        if is_fake(model) or not may_run:
-            hint = ""
-            if units_of(model):
-                hint = "; a sharded model is recorded without data, so what runs may not depend on them"
-            elif is_fake(model):
-                hint = "; if it depends on data, build the model for real"
-            raise CaptureError(_failed(model, error) + hint) from error
-    if not may_run:
-        raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
-    try:
-        trace = follow(real=True)
-        trace.depends_on_data = depends_on_data
-        return trace
-    except PlannerError:
-        raise
-    except Exception as error:
-        raise ForwardError(_failed(model, error)) from error
+        return _Recording(model, inputs, loss, gradients or Gradients(), elsewhere).trace(may_run=may_run)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
-def _failed(model: nn.Module, error: Exception) -> str:
-    return f"a step of {type(model).__name__} fails: {in_one_line(error)}{raised_at(error)}"
+@dataclass(frozen=True)
+class _Recording:
+    """A step that is recorded, as often as it takes."""
 
+    model: nn.Module
+    inputs: Inputs
+    loss: LossMemory | None
+    gradients: Gradients
+    elsewhere: TargetDevice | None
 
-def _record(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    loss: LossMemory | None,
-    gradients: Gradients,
-    real: bool = False,
-    elsewhere: Elsewhere | None = None,
-) -> Trace:
-    recorder = _recorded(model, inputs, loss=loss, gradients=gradients, real=real, elsewhere=elsewhere)
-    if not real:
-        forget(recorder.still_there, type(model).__name__)
-    return recorder.trace
+    def trace(self, *, may_run: bool) -> Trace:
+        """Record without data where the program allows that, else for real if it may run."""
+        model, depends_on_data = self.model, False
+        try:
+            trace = self._without_data()
+            if trace.repeats or has_distributed_tensors(model):
+                # Fake kernels do that the first time only, and autograd copies such a result. DTensors find out the
+                # first time how results are spread, by operators on tensors that do not exist.
+                trace = self._without_data()
+            if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
+                return trace
+        except PlannerError:
+            raise
+        except Exception as error:
+            depends_on_data = True
+            if is_fake(model) or not may_run:
+                hint = ""
+                if units_of(model):
+                    hint = "; a sharded model is recorded without data, so what runs may not depend on them"
+                elif is_fake(model):
+                    hint = "; if it depends on data, build the model for real"
+                raise CaptureError(self._failed(error) + hint) from error
+        if not may_run:
+            raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
+        try:
+            return replace(self._recorded(real=True).trace, depends_on_data=depends_on_data)
+        except PlannerError:
+            raise
+        except Exception as error:
+            raise ForwardError(self._failed(error)) from error
 
+    def _failed(self, error: Exception) -> str:
+        return f"a step of {type(self.model).__name__} fails: {in_one_line(error)}{raised_at(error)}"
 
-def _recorded(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    loss: LossMemory | None,
-    gradients: Gradients,
-    real: bool,
-    elsewhere: Elsewhere | None,
-) -> Recorder:
-    state = state_of(model)
-    known = [*state.values(), *inputs.tensors()]
-    mode = mode_of(known)
-    with nullcontext() if real else mode:
-        recorder = Recorder(mode, EngineSums(known[0].device))
-    masking = masking_of(model, inputs)
-    with put_back(model), without_logs_of_errors(), parts_run_as_they_are(), ExitStack() as following:
-        units = {module: UnitCalls(unit.path, unit.modules) for unit in units_of(model) for module in unit.modules}
-        for name, module in model.named_modules():
+    def _without_data(self) -> Trace:
+        recorder = self._recorded(real=False)  # whose own names for tensors are gone by now
+        forget(recorder.still_there, type(self.model).__name__)
+        return recorder.trace
+
+    def _recorded(self, *, real: bool) -> Recorder:
+        model, inputs, state = self.model, self.inputs, state_of(self.model)
+        known = [*state.values(), *inputs.tensors()]
+        mode = mode_of(known)
+        with nullcontext() if real else mode:
+            recorder = Recorder(mode, EngineSums(known[0].device))
+        masking = masking_of(model, inputs)
+        with put_back(model), without_logs_of_errors(), parts_run_as_they_are(), ExitStack() as following:
+            self._follow_calls(recorder, following)
+            recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
+            if real:
+                with written_back(known):
+                    self._step(recorder, state, inputs)
+            else:
+                twins = {id(t): t if is_without_data(t) else mode.from_tensor(t) for t in state.values()}
+                inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
+                recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
+                state = {name: twins[id(tensor)] for name, tensor in state.items()}
+                with as_with_data(masking), calls_of(self.elsewhere), mode, other_state(model, state):
+                    self._step(recorder, state, inputs)
+        recorder.trace.is_real = real
+        return recorder
+
+    def _follow_calls(self, recorder: Recorder, following: ExitStack) -> None:
+        units = {module: UnitCalls(unit.path, unit.modules) for unit in units_of(self.model) for module in unit.modules}
+        for name, module in self.model.named_modules():
             if module in units:
                 # Hooks gather its parameters around its forward, and that is what can run again.
                 run = partial(recorder.call, name, module.forward) if name else module.forward
@@ -146,40 +140,20 @@ def _recorded(
                 following.enter_context(forwards({module: gathered}))
             elif name and installed_call(module) is None:  # one that is compiled already stays whole
                 following.enter_context(calling(module, partial(recorder.call, name, call_implementation(module))))
-        recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
-        if real:
-            with written_back([*state.values(), *inputs.tensors()]):
-                _step(recorder, model, state, inputs, loss, gradients)
-        else:
-            twins = {id(t): t if is_without_data(t) else mode.from_tensor(t) for t in state.values()}
-            inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
-            recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
-            state = {name: twins[id(tensor)] for name, tensor in state.items()}
-            with as_with_data(masking), as_it_runs(elsewhere), mode, other_state(model, state):
-                _step(recorder, model, state, inputs, loss, gradients)
-    recorder.trace.is_real = real
-    return recorder
 
-
-def _step(
-    recorder: Recorder,
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    inputs: Inputs,
-    loss: LossMemory | None,
-    gradients: Gradients,
-) -> None:
-    following = gradients.followed(recorder, state), saved_tensors_hooks(recorder.pack, recorder.unpack)
-    with torch.enable_grad(), recorder, following[0] as recorder.trace.found, following[1]:
-        outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
-        torch.clear_autocast_cache()  # as the runtime does: see planner.runtimes.modules
-        recorder.trace.backward = recorder.trace.tangents = recorder.now
-        recorder.trace.returned_cache = getattr(outputs, "past_key_values", None) is not None
-        _backward(recorder, outputs, loss)
-        recorder.mark(outputs, "output")
-        recorder.finish()
-        recorder.mark([t.grad for t in [*state.values(), *inputs.tensors()]], "gradient")
-        recorder.trace.gradients = recorder.gradients_of(model.named_parameters())
+    def _step(self, recorder: Recorder, state: Mapping[str, torch.Tensor], inputs: Inputs) -> None:
+        model, trace = self.model, recorder.trace
+        found, saving = self.gradients.followed(recorder, state), saved_tensors_hooks(recorder.pack, recorder.unpack)
+        with torch.enable_grad(), recorder, found as trace.found, saving:
+            outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
+            torch.clear_autocast_cache()  # as the runtime does: see planner.runtimes.modules
+            trace.backward = trace.tangents = recorder.now
+            trace.returned_cache = getattr(outputs, "past_key_values", None) is not None
+            _backward(recorder, outputs, self.loss)
+            recorder.mark(outputs, "output")
+            recorder.finish()
+            recorder.mark([t.grad for t in [*state.values(), *inputs.tensors()]], "gradient")
+            trace.gradients = recorder.gradients_of(model.named_parameters())
 
 
 def _backward(recorder: Recorder, outputs: Any, loss: LossMemory | None) -> None:

@@ -1,4 +1,4 @@
-"""A recorded eager step: what ran in which module, how long each storage lived, and why.
+"""The recorder of an eager step: operators by module, saved activations, and lifetimes of storages.
 
 What autograd saves is replaced by copies while the step is recorded. A storage then dies when the
 last of the program's own names for it goes, and until when autograd would have held it is known
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.eager.drawn_numbers import DrawnNumbers
+from planner.capture.fake_internals import with_its_number
 from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
@@ -32,7 +32,6 @@ from planner.capture.torch_internals import (
     taken_apart,
 )
 from planner.capture.trees import sparse_in, tensors_in
-from planner.capture.unit_calls import Told
 from planner.errors import UsageError
 
 _CHECKPOINTS_ITSELF = (
@@ -79,17 +78,6 @@ class Call:
     direct: tuple[int | None, ...] = ()
     enclosed: frozenset[int] = frozenset()
     saves: list[Save] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Turn(Run):
-    """No operator, but a moment at which FSDP2 gathers a unit's parameters, frees them, or spreads their gradients.
-
-    The unit is that of the ``module``.
-    """
-
-    is_entered: bool
-    """Whether the unit's forward, or its backward, begins; else it is over."""
 
 
 @dataclass
@@ -260,23 +248,6 @@ class Recorder(StepRecorder[Run]):
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
 
-    def turn(self, unit: str, *, is_entered: bool) -> None:
-        """Note a turn of a unit of FSDP2."""
-        self.events.append(
-            Turn(
-                node=self._nodes.node(Told, (), {}, ()),
-                reads=(),
-                makes=(),
-                writes=(),
-                writes_resident=False,
-                module=unit,
-                source="",
-                flops=0,
-                moved_bytes=0,
-                is_entered=is_entered,
-            )
-        )
-
 
 def is_plain(leaf: Any) -> bool:
     """Whether something is a tensor of which bytes, shape, strides and offset say all."""
@@ -299,3 +270,32 @@ def _source() -> str:
                 raise UsageError(_CHECKPOINTS_ITSELF.format(f"{short_path(file)}:{line}"))
             source = source or f"{short_path(file)}:{line}"
     return source
+
+
+class DrawnNumbers:
+    """Follows them through a step that is recorded."""
+
+    def __init__(self) -> None:
+        self.decide = False
+        """Whether the program looked at one."""
+        self._storages: set[int] = set()
+
+    def drawn(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Return the result of a call, with its number if the call draws one on the host."""
+        if isinstance(result, FakeTensor) and _is_number(result) and draws(function, args, kwargs):
+            return result if tensors_in((args, kwargs)) else with_its_number(result, function, args, kwargs)
+        return result
+
+    def follow(
+        self, is_random: bool, reads: Sequence[int], makes: Sequence[int], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what a call made of drawn numbers, given the storages that it read and made."""
+        if not (self._storages.issuperset(reads) if reads else is_random):
+            return
+        self.decide |= not results
+        if all(map(_is_number, results)):
+            self._storages.update(makes)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.device.type == "cpu"

@@ -15,10 +15,10 @@ import jinja2
 from planner.common.units import format_bytes, format_percent, format_seconds
 from planner.ir.graph import operator_name
 from planner.plans.plan import LayerPlacement, Plan
-from planner.report import alternatives, placement, trust, verdict
-from planner.report.anatomy import in_order
-from planner.report.module_tree import module_tree
+from planner.report import comparisons, layers, verdict
+from planner.report.layers import module_tree
 from planner.report.page import charts
+from planner.report.peak import in_order
 from planner.report.style import signed_percent
 
 _MOST_TENSORS = 20
@@ -27,24 +27,24 @@ _MOST_TENSORS = 20
 def to_html(plan: Plan) -> str:
     """Return the page of a plan; names in it come from the model, and are escaped."""
     details = plan.details
-    rows = placement.rows(plan) if plan.placement else []
+    rows = layers.rows(plan) if plan.placement else []
     context = {
         "plan": plan,
         "css": resource("page.css"),
         "js": resource("chart.js") + resource("page.js"),
         "verdict": verdict.verdict(plan),
         "bound": verdict.bound(plan),
-        "again": verdict.again([plan]),
+        "recomputed": verdict.recomputed([plan]),
         "anatomy": [(kind, size, size / plan.peak_bytes) for kind, size in in_order(plan.anatomy)],
         "timeline": charts.timeline(plan, details) if details and details.after.points else None,
         "tensors": details.alive[:_MOST_TENSORS] if details else (),
         "strip": charts.strip(plan.placement),
         "rows": rows,
-        "row_numbers": placement.NUMBERS,
+        "row_numbers": layers.NUMBERS,
         "trade_off": charts.trade_off(plan) if plan.baselines else None,
-        "budgets": list(alternatives.budgets(plan)),
-        "notes": list(alternatives.notes(plan)),
-        "statements": list(trust.statements(plan)),
+        "budgets": list(comparisons.budgets(plan)),
+        "notes": list(comparisons.notes(plan)),
+        "statements": list(verdict.statements(plan)),
         "data": _data(plan, rows),
     }
     return fill("page.html.j2", context)
@@ -70,7 +70,7 @@ def resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(plan: Plan, rows: Sequence[placement.Row]) -> dict[str, Any]:
+def _data(plan: Plan, rows: Sequence[layers.Row]) -> dict[str, Any]:
     row_of = {position: number for number, row in enumerate(rows[:-1]) for position in row.positions}
     layers = [
         {"name": layer.module or "(model)", "row": row_of[position], "text": _layer_text(layer)}
@@ -98,6 +98,6 @@ def _modules(plan: Plan) -> dict[str, Any] | None:
 def _layer_text(layer: LayerPlacement) -> str:
     text = f"saves {format_bytes(layer.saved_bytes)}, frees {format_bytes(layer.freed_bytes)}"
     if not layer.recomputed:
-        return f"{text}; nothing of it runs again"
+        return f"{text}; nothing is recomputed"
     names = ", ".join(f"{operator_name(name)} x{count}" for name, count in layer.targets.items())
-    return f"{text}; runs {layer.recomputed} operations again, {format_seconds(layer.added_seconds)}: {names}"
+    return f"{text}; {layer.recomputed} operations recomputed, {format_seconds(layer.added_seconds)}: {names}"

@@ -1,4 +1,4 @@
-"""Where things stand in the page's charts; the template draws them. Shares are of a chart's width or height."""
+"""Coordinates of the charts on the page, as shares of their width or height; the template draws them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from planner.common.units import format_bytes, format_seconds, in_unit_of
 from planner.plans.plan import LayerPlacement, Plan, StepDetails, Timeline
-from planner.report.alternatives import gap_to_bound, methods
-from planner.report.module_tree import Module
+from planner.report.comparisons import methods
+from planner.report.layers import Module
 from planner.report.style import signed_percent
 
 WIDTH, HEIGHT = 1000, 300
@@ -105,7 +105,7 @@ def trade_off(plan: Plan) -> dict[str, Any]:
                 "peak": None if row.peak_bytes is None else in_unit_of(row.peak_bytes, plan.baseline_peak_bytes),
                 "x": None if row.peak_bytes is None else row.peak_bytes / most_bytes,
                 "y": None if row.overhead is None else max(row.overhead, 0.0) / highest,
-                "gap": None if (gap := gap_to_bound(row, plan)) is None else signed_percent(gap),
+                "gap": None if row.gap is None else signed_percent(row.gap),
             }
             for row in rows
         ],

@@ -14,9 +14,9 @@ from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes
 from planner.exporters._export import Export
 from planner.plans.plan import Plan, Timeline
-from planner.report.anatomy import in_order
 from planner.report.curve_chart import lines
 from planner.report.page import charts, fill, resource
+from planner.report.peak import in_order
 from planner.report.style import at_least_percent, counted, signed_percent
 from planner.report.what_if import further, marks, verdict
 

@@ -1,1 +1,1 @@
-"""The choice of modules to checkpoint, as an integer programme over their variants."""
+"""Checkpointing of whole modules, as an integer programme over their variants."""

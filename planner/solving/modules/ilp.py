@@ -1,4 +1,4 @@
-"""Which regions to checkpoint: the least recompute within a budget, or the lowest peak there is.
+"""Which modules to checkpoint, by an integer programme: least recompute within a budget, or the lowest peak.
 
 An integer programme over the regions, with one row for each moment of the step that matters. Rows are
 added where a choice, simulated, breaks the budget; since any set of them relaxes the whole question,
@@ -10,20 +10,25 @@ least: all is sent while the forward computes or waits, and all is fetched while
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
-from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.checkpoints import Keepable, Region, schedule_of
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.layers import path_prefixes
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.milp import Answer, Library
+from planner.solving.milp import Answer, minimise
 from planner.solving.modules.peaks import Group, Need, Needs
 from planner.solving.step_cut import Model
 
 NAME = "checkpoints"
+
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the seconds that keeping can save: each variant saves as much, or is the next that saves more."""
 
 _TURNS_PER_SECOND = 1000
 """About how often HiGHS asks in a second whether to stop; counted where the same answer must come each time."""
@@ -54,7 +59,6 @@ class Chooser:
         """By operation of the base order; that of a region's recompute by minus its number, less one."""
         self._refused: list[frozenset[int]] = []
         self._tell = progress or (lambda _: None)
-        self._library: Library | None = None
 
     def cheapest(self) -> Solution:
         """Return the choice within the budget that recomputes least; without one, the error has the lowest peak."""
@@ -100,7 +104,9 @@ class Chooser:
         bound = 0.0
         while (evaluation := self._simulate(chosen)).peak_bytes > budget_bytes:
             self._add_moments(evaluation, chosen, budget_bytes)
-            self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
+            self._tell(
+                f"{NAME}: budget required at {len(self._moments)} of the step; recompute adds at least {bound:.3g} s"
+            )
             answer = self._minimise(write())
             bound = max(bound, answer.bound * self._unit_seconds)
             if answer.columns is None:
@@ -138,15 +144,13 @@ class Chooser:
         return frozenset(r for r in range(len(self.regions)) if answer.columns[r] > 0.5)
 
     def _minimise(self, model: Model) -> Answer:
-        if self._library is None:
-            self._library = Library(self._tell)
         left = self.clock.left()
         if left <= 0:
             return Answer(None, 0.0)
         gap = self.near_seconds / self._unit_seconds
         if not self.clock.counts_work:
-            return self._library.minimise(model, seconds=left, gap=gap)
-        answer = self._library.minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
+            return minimise(model, seconds=left, gap=gap)
+        answer = minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
         self.clock.work((1 + answer.turns) / _TURNS_PER_SECOND)
         return answer
 
@@ -200,7 +204,7 @@ class Chooser:
         peak = model.column(1.0) if budget_bytes is None else -1
         if any(self._sent_bytes) and not least_sent:
             self._add_host(model, most_sent_bytes, counts=budget_bytes is not None)
-        for together in rivals(self.regions):
+        for together in exclusive_sets(self.regions):
             if len(together) > 1:
                 model.at_least(-1.0, *((number, -1.0) for number in together))
         columns: dict[Group, int] = {}
@@ -259,7 +263,7 @@ class Chooser:
         return columns[group]
 
 
-def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
+def exclusive_sets(regions: Sequence[Region]) -> list[tuple[int, ...]]:
     """Return the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
     of_module: dict[str, list[int]] = {}
     for number, region in enumerate(regions):
@@ -271,3 +275,72 @@ def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
         for module in of_module
         if module not in holding
     ]
+
+
+def cheapest(
+    problem: Problem,
+    regions: Sequence[Region],
+    clock: Clock,
+    progress: Progress | None = None,
+    *,
+    near_seconds: float = 0.0,
+) -> Solution:
+    """Return the choice of variants to run regions again that keeps the budget with the least recompute.
+
+    Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. What is
+    so near to the best is not bettered. If none was found, an InfeasibleBudgetError has the lowest peak that was.
+    """
+    found: list[Solution] = []
+    refused: list[InfeasibleBudgetError] = []
+    bound = 0.0
+    for variants in (regions, variants_of(regions, problem.graph, problem.costs)):
+        try:
+            found.append(Chooser(problem, variants, clock, progress, near_seconds=near_seconds).cheapest())
+            bound = found[-1].lower_bound_seconds
+        except InfeasibleBudgetError as error:
+            refused.append(error)
+            bound = error.lower_bound_seconds
+    if not found:
+        raise min(refused, key=lambda error: error.minimum_feasible_peak_bytes)
+    best = min(found, key=lambda solution: solution.added_seconds)
+    return replace(best, lower_bound_seconds=min(best.added_seconds, bound))  # of the second: it chooses among more
+
+
+def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
+    """Return each region, and after it the variants to keep outputs of some of its operations."""
+    return tuple(variant for region in regions for variant in (region, *_selective_variants(region, graph, costs)))
+
+
+def _selective_variants(region: Region, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Iterator[Region]:
+    random = tuple(one for one in region.keepable if one.is_random)
+    units = [(one,) for one in region.keepable if not one.is_random] + [random] * bool(random)
+    seconds = {unit: sum(costs[one.index].seconds for one in unit) for unit in units}
+    held_bytes = {
+        unit: sum(graph.values[value].size_bytes for one in unit for value in graph.operations[one.index].outputs)
+        for unit in units
+    }
+    worth = sorted(units, key=lambda unit: -seconds[unit] / max(held_bytes[unit], 1))
+    whole_seconds = sum(seconds.values())
+    kept: list[Keepable] = []
+    saved_seconds, reached = 0.0, 0
+    for unit in worth:
+        kept += unit
+        saved_seconds += seconds[unit]
+        shares = sum(saved_seconds >= share * whole_seconds * (1 - 1e-9) for share in _SHARES)
+        if shares > reached and whole_seconds > 0:
+            reached = shares
+            yield keeping(region, kept)
+
+
+def keeping(region: Region, kept: Sequence[Keepable]) -> Region:
+    """Return the variant to run a region again in which its checkpoint keeps the outputs of some operations."""
+    stand_ins = {one.index: one.stand_in for one in kept}
+    again = tuple(stand_ins.get(index, index) for index in region.recompute)
+    return replace(region, recompute=again, kept=tuple(sorted(kept, key=lambda one: one.index)))
+
+
+def variant_named(region: Region, operators: Mapping[str, Sequence[int]]) -> Region | None:
+    """Return the variant that keeps these occurrences of these operators, None if the region has not all of them."""
+    named = {(operator, occurrence) for operator, numbers in operators.items() for occurrence in numbers}
+    kept = [one for one in region.keepable if (one.operator, one.occurrence) in named]
+    return keeping(region, kept) if len(kept) == len(named) else None

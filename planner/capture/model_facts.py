@@ -1,0 +1,294 @@
+"""What a model is, read off its module tree: its device, how it is spread over ranks, which parts are compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from planner.capture.fake_internals import is_fake
+from planner.capture.module_internals import ddp_around, has_full_backward_hooks
+from planner.capture.provenance import kinds_of
+from planner.capture.sharding import SHARES, WHOLE
+from planner.capture.torch_internals import installed_call
+from planner.errors import UsageError
+from planner.findings.subject import ModuleFacts
+from planner.ir.graph import TrainingGraph
+from planner.ir.layers import find_blocks, is_within
+
+if TYPE_CHECKING:
+    from planner.capture.fsdp_internals import ShardedUnit
+
+_FSDP = "torch.distributed.fsdp"
+"""Slow to import: a model is sharded only where somebody has imported it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model is when it is planned, as far as that decides how: asked once, and passed on."""
+
+    device: torch.device
+    is_fake: bool
+    """Whether it was built under a fake mode."""
+    has_several_ranks: bool
+    """Whether ``torch.distributed`` runs more than one process."""
+    has_units: bool
+    """Whether ``fully_shard`` was called on it or its parts."""
+    is_sharded: bool
+    """Whether ``fully_shard`` has its parameters spread over ranks now."""
+    shards: int
+    """Over how many ranks ``fully_shard`` spreads it; 1 without."""
+    has_distributed_tensors: bool
+    """Whether parameters are DTensors, by ``fully_shard`` or ``parallelize_module``."""
+    shares_layers: bool
+    """Whether ranks share layers (``parallelize_module``), which may be sharded as well."""
+    sharded_inside: str
+    """A part of a block that ``fully_shard`` spreads by itself; ``""`` if none."""
+    compiled_parts: tuple[str, ...]
+    """Submodules that their own ``compile()`` compiled."""
+
+    @classmethod
+    def of(cls, model: nn.Module, *arguments: Any) -> ModelFacts:
+        """Look at a model; ``arguments`` tell the device of one without parameters and buffers.
+
+        >>> facts = ModelFacts.of(nn.Linear(2, 2))
+        >>> facts.device.type, facts.is_sharded, facts.shards, facts.compiled_parts
+        ('cpu', False, 1, ())
+        """
+        return cls(
+            device=of_model(model, *arguments),
+            is_fake=is_fake(model),
+            has_several_ranks=has_several_ranks(),
+            has_units=has_units(model),
+            is_sharded=is_sharded(model),
+            shards=shards_of(model),
+            has_distributed_tensors=has_distributed_tensors(model),
+            shares_layers=shares_layers(model),
+            sharded_inside=sharded_inside(model),
+            compiled_parts=tuple(compiled_parts(model)),
+        )
+
+
+def of_model(model: nn.Module, *arguments: Any) -> torch.device:
+    """Return the device of a model's first parameter or buffer, else of a tensor among the arguments; else the CPU."""
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    if tensor is None:
+        tensor = next((leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Return the names of a model's parts that their own ``compile()`` compiled."""
+    calls = ((name, installed_call(part)) for name, part in model.named_modules() if part is not model)
+    return [name for name, call in calls if call is not None and not hasattr(call, "call")]
+
+
+def has_several_ranks() -> bool:
+    """Whether torch.distributed is initialised with more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` has spread parameters of a model over ranks, and they are spread now."""
+    return has_distributed_tensors(model) and has_units(model)
+
+
+def has_units(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a model or its parts, whatever its parameters are now."""
+    if _FSDP not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def units_of(model: nn.Module) -> list[ShardedUnit]:
+    """Return what ``fully_shard`` gathers together of a model, whatever its parameters are now; none if it does not."""
+    if _FSDP not in sys.modules:
+        return []
+    from planner.capture.fsdp_internals import sharded_units
+
+    return sharded_units(model)
+
+
+def shards_of(model: nn.Module) -> int:
+    """Return over how many ranks a model is sharded; 1 if it is not."""
+    if not has_units(model):
+        return 1
+    from planner.capture.fsdp_internals import shards_of
+
+    return shards_of(model)
+
+
+def gradient_state(model: nn.Module) -> Hashable:
+    """Return how the call of a model that begins treats gradients, and what it finds of earlier ones.
+
+    Of a model that is neither sharded nor inside DDP there is nothing to say.
+    """
+    if _FSDP in sys.modules:
+        from planner.capture.fsdp_internals import gradient_state
+
+        if state := gradient_state(model):
+            return state
+    return ddp_around(model)
+
+
+def finds_gradients(model: nn.Module) -> bool:
+    """Whether gradients of earlier backwards are there as the call of a model begins that several ranks train."""
+    if units := units_of(model):
+        return any(not unit.unit.finds.isdisjoint((WHOLE, SHARES)) for unit in units)
+    ddp = ddp_around(model)
+    return ddp is not None and ddp.finds_gradients
+
+
+def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
+    """Say how a sharded model is, if that is otherwise than a plan counts on."""
+    if not has_units(model):
+        return None
+    from planner.capture.fsdp_internals import unplanned_sharding
+
+    return unplanned_sharding(model, blocks, ranks)
+
+
+def whole(model: nn.Module) -> AbstractContextManager[None]:
+    """Let a sharded model be as its own code sees it: see :func:`planner.capture.fsdp_internals.unsharded`."""
+    if not has_units(model):
+        return nullcontext()
+    from planner.capture.fsdp_internals import unsharded
+
+    return unsharded(model)
+
+
+def sharded_inside(model: nn.Module) -> str:
+    """Name a part of a block that ``fully_shard`` spreads by itself, whose hooks run inside the block; ``""`` if none.
+
+    >>> sharded_inside(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    ''
+    """
+    if not has_units(model):
+        return ""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    kinds = kinds_of(model)
+    blocks = find_blocks(dict.fromkeys(kinds, 1), kinds)
+    return next((unit for unit in units for block in blocks if unit != block and is_within(unit, block)), "")
+
+
+def shares_layers(model: nn.Module) -> bool:
+    """Whether ranks share layers of a model (``parallelize_module``), which may be sharded as well."""
+    if not is_sharded(model):
+        return has_distributed_tensors(model)
+    from planner.capture.fsdp_internals import shares_layers
+
+    return shares_layers(model)
+
+
+def has_distributed_tensors(model: nn.Module) -> bool:
+    """Whether parameters of a model are spread over ranks, by ``fully_shard`` or by ``parallelize_module``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor  # takes a while to import
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def layers_group(model: nn.Module) -> Any:
+    """Return the group of the ranks that share layers of a model with this one; None for all ranks, if it is not one.
+
+    A rank of another group has other data, or another replica of the model.
+    """
+    from torch.distributed.tensor import DTensor
+
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    mesh = meshes.pop()
+    return mesh.get_group() if mesh.ndim == 1 and not meshes else None
+
+
+def check_not_distributed(model: nn.Module, *, may_be_sharded: bool = False) -> None:
+    """Raise a UsageError, saying in which order to do it, for a model that DDP or FSDP2 was put around already."""
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        raise UsageError(
+            f"the model is inside {type(model).__name__} already: wrap the module inside, before: "
+            "planner.auto_wrap(module, ...), then DistributedDataParallel(module)"
+        )
+    if is_sharded(model) and not may_be_sharded:
+        raise UsageError(
+            "the model's parameters are sharded already, and it is not planned without being wrapped: call "
+            "planner.auto_wrap(model, budget=...), with runtime='regional' or none; or plan before fully_shard"
+        )
+
+
+_WITH_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+# Classes are known by their names, so that nothing of torch.distributed is imported to ask.
+_CHECKPOINTING = {"CheckpointWrapper"}
+_SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
+
+
+def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
+    """Describe every module of a model."""
+    configured: set[int] = set()
+    return tuple(_facts(path, module, configured) for path, module in model.named_modules())
+
+
+def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    parameters = list(module.parameters())
+    config = getattr(module, "config", None)
+    # Parts of a model often share its configuration: the outermost one answers for it.
+    fills_cache = module.training and id(config) not in configured and getattr(config, "use_cache", False) is True
+    configured.add(id(config))
+    return ModuleFacts(
+        path=path,
+        kind=type(module).__name__,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        trainable=any(p.requires_grad for p in parameters),
+        updates_statistics=updates_statistics(module),
+        full_backward_hooks=has_full_backward_hooks(module),
+        checkpointing_on=bool(classes & _CHECKPOINTING)
+        or (module.training and getattr(module, "gradient_checkpointing", False) is True),
+        fills_cache=fills_cache,
+        finds_unused=isinstance(module, nn.parallel.DistributedDataParallel) and module.find_unused_parameters,
+        sharded=bool(classes & _SHARDING),
+    )
+
+
+def updates_statistics(module: nn.Module) -> bool:
+    """Whether each call of a module changes its running statistics."""
+    return isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None
+
+
+def tied_parameters(model: nn.Module) -> dict[int, str]:
+    """Give, by identity, the parameters that have two names or more, with these."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {parameter: " = ".join(of_it) for parameter, of_it in names.items() if len(of_it) > 1}
+
+
+def outside_bytes(graph: TrainingGraph) -> int:
+    """Count what a model gives to a loss outside the captured step: nothing where it returns its loss, a scalar."""
+    if graph.loss_index == len(graph.operations):
+        return 0
+    received = (graph.values[value] for value in graph.operations[graph.loss_index].outputs)
+    sizes = [value.size_bytes for value in received if value.kind == "tangent"]
+    return sum(size_bytes for size_bytes in sizes if size_bytes > graph.alignment_bytes)

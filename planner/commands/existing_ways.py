@@ -1,0 +1,108 @@
+"""``audit``, ``strategies`` and ``check``: how a model is trained today, and how established systems train."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from functools import partial
+
+from planner.commands import _asked
+from planner.commands._options import NAMES, SIZE, AboutModel, add, json_option, solving_options
+from planner.commands._terminal import hand_out
+from planner.common.options import Runtime, Search, Target, Training, picked
+from planner.errors import CaptureError, PlannerError
+
+
+class _Audit(AboutModel):
+    name = "audit"
+    summary = "say what the present checkpointing costs, and what would do"
+    examples = (
+        "audit gpt2 --current every-layer",
+        "audit my_model.py:make --current every-2 --budget 16GiB --optimizer adamw",
+    )
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("audit")
+        group.add_argument(
+            "--current",
+            metavar="WAY",
+            required=True,
+            help="what is done now: none, every-layer, every-2, sqrt, another strategy, or the file of a plan",
+        )
+        group.add_argument("--budget", **SIZE, help="also the best within what the device may hold: 8GiB, 60%%")
+        planning, _ = solving_options(parser, limits="for each search")
+        add(planning, Runtime, "runtime", runtime={"choices": ("auto", "graph", "modules")})
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner.analysis.audit import read_current
+        from planner.report.comparisons import render_audit
+
+        _asked.check_solving(args)
+        read_current(args.current)
+        with _asked.working(args) as (progress, loaded):
+            from planner.session.studying import audit
+
+            asked = _asked.keywords(args, Target, Search, Training)
+            told = {"current": args.current, "budget": args.budget, "runtime": args.runtime}
+            found = _asked.ask(audit, loaded, progress, **told, **asked)
+        hand_out(found.report(), args.json, partial(render_audit, found))
+        if found.no_plan_fits is not None:
+            raise found.no_plan_fits
+        return 0
+
+
+class _Strategies(AboutModel):
+    name = "strategies"
+    summary = "simulate what established systems do, beside the best plans"
+    examples = ("strategies minigpt", "strategies gpt2 --only every-3,megatron-block-8 --device h100 --dtype bf16")
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.set_defaults(runtime="graph")  # what is set beside each other is of whole graphs
+        _, group = solving_options(parser, 20.0, "for all plans")
+        group.add_argument("--only", **NAMES, help="these strategies: every-3,megatron-block-8; default all")
+
+    def run(self, args: argparse.Namespace) -> int:
+        import planner
+        from planner import strategies
+        from planner.analysis.strategy_comparison import compare
+        from planner.report.comparisons import render_established
+
+        _asked.check_solving(args)
+        for name in args.only:
+            strategies.get(name)
+        with _asked.working(args) as (progress, loaded):
+            study = _asked.ask(planner.study, loaded, progress, **_asked.keywords(args, Search, Target, Training))
+            found = compare(study, replace(picked(Search, vars(args)), progress=progress), args.only)
+        hand_out(found.report(), args.json, partial(render_established, found))
+        return 0
+
+
+class _Check(AboutModel):
+    name = "check"
+    summary = "find what is wrong with how a model is trained"
+    examples = ("check minigpt", "check my_model.py:make --optimizer adamw --json findings.json")
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        add(parser, Target, "device")
+        json_option(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner.plans import device_file
+        from planner.report.findings import render_diagnosis
+
+        _asked.check_model(args)
+        picked(Training, vars(args))
+        if args.device:
+            device_file.find(args.device)
+        _asked.check_writable(args.json)
+        with _asked.working(args) as (progress, loaded):
+            from planner.diagnose.check import check
+
+            diagnosis = _asked.ask(check, loaded, progress, **_asked.keywords(args, Target, Training))
+        hand_out(diagnosis.report(), args.json, partial(render_diagnosis, diagnosis))
+        if not diagnosis.captured:
+            return CaptureError.exit_code
+        return PlannerError.exit_code if diagnosis.problems else 0
+
+
+COMMAND = (_Audit(), _Strategies(), _Check())

@@ -1,0 +1,1 @@
+"""Exporters to frameworks that are asked for less often; found by :mod:`planner.exporters` by their files."""

@@ -1,0 +1,370 @@
+"""The plan of a pipeline: of each device, while so many micro-batches are in flight, and which device binds.
+
+While one micro-batch is at work on a device, each other one in flight holds what its plan saves, the
+same bytes all the time. So a device holds what is resident, what the simulator says of the
+micro-batch at work, and the others' saved bytes, which depend on the plan. ``Device.solve`` bounds
+what a micro-batch may save, and searches for the best bound: with a bound of c the others hold c
+each, and the existing solvers do the rest. Over plans that save between a and c, to count a for each
+other one and to allow c is a relaxation, which gives the lower bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from operator import mul
+from typing import Any
+
+from planner.common.options import Search
+from planner.common.units import Size, format_bytes, parse_size
+from planner.errors import InfeasibleBudgetError
+from planner.extras.pipelines.plan import NoPipelineFitsError, PipelinePlan, StagePlan
+from planner.extras.pipelines.schedules import Load, PipelineSchedule, loads, most_in_flight, passes
+from planner.extras.pipelines.stages import Stage
+from planner.ir.problem import Problem, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import Evaluation, simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.from_solution import plan_from_solution
+from planner.plans.plan import SCHEMA, Plan, PlanOrigin
+from planner.solvers import get
+from planner.solving.peak_bounds import lowest_schedule
+from planner.solving.segmentations import segmentations
+
+_SPLITS = 8
+"""How often the range of what a micro-batch may save is halved at most."""
+
+_CLOSED = 1e-4
+"""Gap, as a share of the stage's time, at which the search stops."""
+
+
+def make_pipeline_plan(
+    devices: Sequence[Sequence[Stage]],
+    static_memory: Sequence[StaticMemory],
+    schedule: PipelineSchedule,
+    *,
+    budget: Size,
+    search: Search | None = None,
+    origin: PlanOrigin | None = None,
+) -> PipelinePlan:
+    """Plan every device of a pipeline, from its chunks and what is resident there.
+
+    The budget is for each device; ``"60%"`` is of the highest peak without recompute. The time limit is for each, too.
+    A NoPipelineFitsError says that a stage has no plan, and which smallest budget is known to be enough for all.
+    """
+    search = search or Search(time_limit_seconds=10.0)
+    get(search.solver)
+    made = [
+        Device(index, chunks, around, loads(passes(schedule, index), schedule.chunks))
+        for index, (chunks, around) in enumerate(zip(devices, static_memory, strict=True))
+    ]
+    budget_bytes = parse_size(budget, whole_bytes=max(device.keep_all.peak_bytes for device in made))
+    name = devices[0][0].graph.name
+    stages: list[StagePlan] = []
+    tight: list[Device] = []
+    for device in made:
+        search.tell(f"planning stage {device.index} of {len(made)}")
+        found = device.planned(budget_bytes, search, [origin or PlanOrigin()] * schedule.chunks)
+        if found is None:
+            tight.append(device)
+        else:
+            stages.append(found)
+    if tight:
+        worst = max(tight, key=lambda device: device.lowest.peak_bytes)
+        message, report = no_plan_fits(worst, budget_bytes, f"stage {worst.index} of {schedule.stages} binds, ")
+        report |= {
+            "model": name,
+            "pipeline": asdict(schedule),
+            "binding_stage": worst.index,
+            "stages": [
+                {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
+            ],
+        }
+        raise NoPipelineFitsError(
+            message,
+            minimum_feasible_peak_bytes=worst.lowest.peak_bytes,
+            operation=f"stage {worst.index}",
+            report=report,
+        )
+    return PipelinePlan(model=name, schedule=schedule, budget_bytes=budget_bytes, stages=tuple(stages))
+
+
+def no_plan_fits(device: Device, budget_bytes: int, where: str = "") -> tuple[str, dict[str, Any]]:
+    """Say that a device has no plan within a budget, and which one is known to be enough, in words and as data."""
+    smallest_bytes, in_flight = device.lowest.peak_bytes, most_in_flight(device.loads)
+    message = (
+        f"no plan was found that fits {format_bytes(budget_bytes)}: {where}"
+        f"with {in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight and "
+        f"{format_bytes(device.static_bytes)} resident; the smallest budget "
+        f"known to be feasible is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes): raise the budget, take more "
+        "stages or smaller micro-batches"
+    )
+    return message, {
+        "schema": SCHEMA,
+        "status": "infeasible",
+        "budget_bytes": budget_bytes,
+        "minimum_feasible_peak_bytes": smallest_bytes,
+        "message": message,
+    }
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Schedules for the chunks of a device, and what it then holds."""
+
+    schedules: tuple[Schedule, ...]
+    saved_bytes: tuple[int, ...]
+    half_done_bytes: tuple[int, ...]
+    """For each chunk, what a micro-batch holds while the gradients of its weights are still to come."""
+    peak_bytes: int
+    recompute_seconds: tuple[float, ...]
+
+
+class Device:
+    """One device: its chunks, what is resident, and the loads under which its passes run."""
+
+    def __init__(
+        self, index: int, chunks: Sequence[Stage], around: StaticMemory, loads: Sequence[Load], end_bytes: int = 0
+    ) -> None:
+        """Take note; when all passes are over, so many bytes are there beside what is resident and gradients."""
+        self.index, self.chunks, self.around, self.loads = index, tuple(chunks), around, tuple(loads)
+        self.static_bytes = sum(around.static_bytes.values())
+        # Where gradients of earlier steps are resident, those of earlier micro-batches are in them.
+        is_counted = "gradients" in around.static_bytes
+        self.gradient_bytes = tuple(0 if is_counted else stage.gradient_bytes for stage in self.chunks)
+        self.end_bytes = self.static_bytes + sum(self.gradient_bytes) + end_bytes
+        self.keep_all = self.hold([Schedule.keep_all(stage.graph) for stage in self.chunks])
+        self.solve_seconds = 0.0
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """What the device holds while the optimizer steps."""
+        resident_bytes = self.static_bytes + self.around.optimizer_step_bytes
+        graphs = (replace(stage.graph, static_bytes=dict(self.around.static_bytes)) for stage in self.chunks)
+        return resident_bytes + sum(optimizer_peak_bytes(graph, self.around) - resident_bytes for graph in graphs)
+
+    @cached_property
+    def lowest(self) -> _Held:
+        """The lowest peak that quick methods find."""
+        best = []
+        for chunk, stage in enumerate(self.chunks):
+            others = max(load.others[chunk] for load in self.loads)
+
+            def height(schedule: Schedule, stage: Stage = stage, others: int = others) -> int:
+                found = simulate(stage.graph, stage.costs, schedule)
+                return found.peak_bytes + others * _saved(stage, schedule, found)
+
+            lowest = lowest_schedule(Problem(graph=stage.graph, costs=stage.costs, budget_bytes=0))
+            best.append(min((*segmentations(stage.graph), lowest), key=height))
+        return self.hold(best)
+
+    def beside(self, chunk: int, saved_bytes: Sequence[int], half_done_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Return the most that stands beside each part of a pass: what others hold, and gradients."""
+
+        def held(load: Load) -> tuple[int, int]:
+            others = sum(map(mul, load.others, saved_bytes)) + sum(map(mul, load.half_done, half_done_bytes))
+            gradient_bytes = sum(map(mul, self.gradient_bytes, load.accumulated))
+            return others, gradient_bytes + load.left_bytes
+
+        found: tuple[int, ...] = ()
+        for phase in range(self.chunks[chunk].phases):
+            here = (load for load in self.loads if load.chunk == chunk and load.is_backward + load.is_rest == phase)
+            found += max(map(held, here), key=sum)
+        return found
+
+    def hold(self, schedules: Sequence[Schedule]) -> _Held:
+        """Simulate schedules for all chunks, with the other micro-batches in flight."""
+        schedules = [stage.as_run(schedule) for stage, schedule in zip(self.chunks, schedules, strict=True)]
+        chunks = list(zip(self.chunks, schedules, strict=True))
+        plain = [simulate(stage.graph, stage.costs, schedule) for stage, schedule in chunks]
+        saved = [_saved(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
+        halves = [_half_done(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
+        peak_bytes = max(
+            stage.problem(0, self.beside(chunk, saved, halves)).evaluate(schedule).peak_bytes
+            for chunk, (stage, schedule) in enumerate(chunks)
+        )
+        return _Held(
+            tuple(schedules),
+            tuple(saved),
+            tuple(halves),
+            max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes, self.end_bytes),
+            tuple(found.recompute_seconds for found in plain),
+        )
+
+    def planned(self, budget_bytes: int, search: Search, origins: Sequence[PlanOrigin]) -> StagePlan | None:
+        """Return the plans of all chunks under one budget, each from its origin; None if none were found."""
+        found = self.solve(budget_bytes, search)
+        if found is None:
+            return None
+        held, bound_seconds = found
+        return StagePlan(
+            index=self.index,
+            layers=tuple(stage.layers for stage in self.chunks),
+            micro_batches_in_flight=most_in_flight(self.loads),
+            saved_bytes=held.saved_bytes,
+            plans=self.plans(held, budget_bytes, bound_seconds, search.solver, origins),
+        )
+
+    def solve(self, budget_bytes: int, search: Search) -> tuple[_Held, tuple[float, ...]] | None:
+        """Return the cheapest schedules found within a budget, and lower bounds, for each chunk; None if none fit."""
+        if self.keep_all.peak_bytes <= budget_bytes:
+            return self.keep_all, (0.0,) * len(self.chunks)
+        if max(self.optimizer_peak_bytes, self.end_bytes) > budget_bytes or self.static_bytes >= budget_bytes:
+            return None
+        begun = time.perf_counter()
+        found = _SplitSearch(self, budget_bytes - self.static_bytes, search).run()
+        self.solve_seconds = time.perf_counter() - begun
+        return found
+
+    def plans(
+        self,
+        held: _Held,
+        budget_bytes: int,
+        bound_seconds: Sequence[float],
+        solver: str,
+        origins: Sequence[PlanOrigin],
+    ) -> tuple[Plan, ...]:
+        """Write out a plan for each chunk, as the device stands while it runs."""
+        around = replace(self.around, has_caching_allocator=False)
+        made = []
+        for chunk, (stage, schedule) in enumerate(zip(self.chunks, held.schedules, strict=True)):
+            problem = stage.problem(
+                budget_bytes - self.static_bytes, self.beside(chunk, held.saved_bytes, held.half_done_bytes)
+            )
+            problem = replace(problem, graph=replace(problem.graph, static_bytes=dict(self.around.static_bytes)))
+            kept = self.beside(chunk, self.keep_all.saved_bytes, self.keep_all.half_done_bytes)
+            unplanned = stage.problem(0, kept).baseline
+            solution = Solution(
+                solver=solver if held.recompute_seconds[chunk] else "keep all",
+                schedule=schedule,
+                peak_bytes=problem.evaluate(schedule).peak_bytes,
+                recompute_seconds=held.recompute_seconds[chunk],
+                lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
+                solve_seconds=self.solve_seconds,
+            )
+            plan = plan_from_solution(problem, solution, origin=origins[chunk], static_memory=around, compare=False)
+            made.append(
+                replace(
+                    plan,
+                    baseline_peak_bytes=unplanned.peak_bytes + self.static_bytes,
+                    optimizer_peak_bytes=max(self.optimizer_peak_bytes, self.end_bytes),
+                    recomputations=stage.decisions(plan.recomputations),
+                )
+            )
+        return tuple(made)
+
+
+def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
+    """Return what is held while a micro-batch waits for its backward."""
+    return found.timeline_bytes[schedule.order.index(stage.wait)]
+
+
+def _half_done(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
+    """Return what is held while the gradients of a micro-batch's weights are still to come."""
+    return 0 if stage.half_done is None else found.timeline_bytes[schedule.order.index(stage.half_done)]
+
+
+class _SplitSearch:
+    """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
+
+    def __init__(self, device: Device, budget_bytes: int, search: Search) -> None:
+        self.device, self.budget_bytes = device, budget_bytes
+        self.full = device.keep_all.saved_bytes
+        # What waits for its rest is what that needs, which recompute seldom lessens: a guess, which `hold` makes good.
+        self.half_done = device.keep_all.half_done_bytes
+        self.whole_bytes = max(*self.full, 1)
+        # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
+        seconds = max(search.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
+        self.solver = get(search.solver)
+        self.effort = replace(search, time_limit_seconds=seconds)
+        self.ends = float("inf") if search.deterministic else time.perf_counter() + search.time_limit_seconds
+        self.best: _Held | None = None
+
+    def run(self) -> tuple[_Held, tuple[float, ...]] | None:
+        """Halve the range where the lower bound is lowest, until the gap is closed or time is up."""
+        self.offer(self.device.lowest)
+        # All that are in flight wait at once before a backward, and must fit.
+        in_flight = 1 + max(sum(load.others) for load in self.device.loads)
+        is_chain = len(self.device.chunks) == 1
+        highest = self.budget_bytes // in_flight if is_chain else self.whole_bytes
+        root = self.relaxed(0, highest)
+        if root is None:
+            return None
+        # By lower bound, then the widest first: with several chunks all have the bound of the root.
+        intervals = [(sum(root), -highest, 0, highest, root)]
+        tolerance = _CLOSED * sum(sum(cost.seconds for cost in stage.costs) for stage in self.device.chunks)
+        self.tight(min(highest, self.whole_bytes))
+        ended: list[tuple[float, ...]] = []
+        for _ in range(_SPLITS):
+            while intervals and intervals[0][2] == intervals[0][3]:
+                ended.append(heapq.heappop(intervals)[-1])
+            if not intervals or time.perf_counter() > self.ends or self.seconds - intervals[0][0] <= tolerance:
+                break
+            *_, low, high, bounds = heapq.heappop(intervals)
+            middle = self.whole_bytes if low < self.whole_bytes < high else (low + high) // 2
+            self.tight(middle)
+            for a, c in ((low, middle), (middle + 1, high)):
+                within = self.relaxed(a, c) if is_chain else bounds
+                if within is not None and sum(within) < self.seconds:
+                    heapq.heappush(intervals, (sum(within), a - c, a, c, within))
+        if self.best is None:
+            return None
+        lowest = min([*ended, *(interval[-1] for interval in intervals), self.best.recompute_seconds], key=sum)
+        return self.best, lowest
+
+    @property
+    def seconds(self) -> float:
+        """Time of the recomputations of the best schedules so far."""
+        return sum(self.best.recompute_seconds) if self.best else float("inf")
+
+    def offer(self, held: _Held) -> None:
+        fits = held.peak_bytes <= self.budget_bytes + self.device.static_bytes
+        if fits and sum(held.recompute_seconds) < self.seconds:
+            self.best = held
+
+    def tight(self, most_bytes: int) -> None:
+        """Find plans that save no more than so much, where others hold that much."""
+        most = self.of_each(most_bytes)
+        schedules = []
+        for chunk, stage in enumerate(self.device.chunks):
+            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most, self.half_done), most[chunk])
+            try:
+                schedules.append(self.solve(problem).schedule)
+            except InfeasibleBudgetError:
+                return
+        self.offer(self.device.hold(schedules))
+
+    def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
+        """Return lower bounds for plans that save between two sizes; None if it is proven that there are none."""
+        least = self.of_each(low_bytes)
+        # Of several chunks nothing is asked but that each fits beside what surely is there.
+        most_bytes = high_bytes if len(self.full) == 1 else None
+        bounds: list[float] = []
+        schedules = []
+        for chunk, stage in enumerate(self.device.chunks):
+            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, least, [0] * len(least)), most_bytes)
+            try:
+                solution = self.solve(problem)
+            except InfeasibleBudgetError as error:
+                if error.is_proven:
+                    return None
+                bounds.append(error.lower_bound_seconds)
+                continue
+            bounds.append(solution.lower_bound_seconds)
+            schedules.append(solution.schedule)
+        if len(schedules) == len(self.full):
+            self.offer(self.device.hold(schedules))
+        return tuple(bounds)
+
+    def of_each(self, size_bytes: int) -> list[int]:
+        """Return what each chunk may save where the largest may save so much."""
+        return [size_bytes * size // self.whole_bytes for size in self.full]
+
+    def solve(self, problem: Problem) -> Solution:
+        solution = self.solver.solve(problem, effort=self.effort)
+        confirm(problem, solution)
+        return solution

@@ -1,0 +1,181 @@
+"""What ``torch.distributed.pipelining`` does on one rank, read off its schedule.
+
+Torch keeps all of this in attributes of its own; nobody else here looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _ComputationType,
+)
+
+from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.extras.pipelines.schedules import Pass, PipelineSchedule, passes
+
+_FORWARD, _WHOLE = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+_FIRST, _REST = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
+
+
+@dataclass(frozen=True)
+class RankOfPipeline:
+    """One rank of a pipeline: its stages, and the order in which it runs their micro-batches."""
+
+    schedule: Any
+    stages: tuple[PipelineStage, ...]
+    order: tuple[Pass, ...]
+    warm_up: int | None = None
+    """Forwards before the first backward, if the schedule is torch's 1F1B; see ``left_by``."""
+    splits: bool = False
+    """Whether the schedule asks for the gradients of inputs and of weights apart."""
+
+    @classmethod
+    def of(cls, schedule: Any) -> RankOfPipeline:
+        """Read a schedule; UsageError or RuntimeUnsupportedError, with what to do, for one that no plan goes with."""
+        is_single = isinstance(schedule, PipelineScheduleSingle)
+        if not (is_single or isinstance(schedule, PipelineScheduleMulti)):
+            raise UsageError(
+                f"wrap_pipeline takes a schedule of torch.distributed.pipelining, not {type(schedule).__name__}: "
+                "make the stages and the schedule as without a plan, and pass the schedule"
+            )
+        name = type(schedule).__name__
+        if schedule._loss_fn is None:
+            raise UsageError(f"{name} has no loss_fn, so it runs no backward and needs no plan: pass loss_fn to it")
+        stages: tuple[Any, ...] = (schedule._stage,) if is_single else tuple(schedule._stages)
+        if foreign := next((stage for stage in stages if not isinstance(stage, PipelineStage)), None):
+            raise RuntimeUnsupportedError(
+                f"stage {foreign.stage_index} was made from a traced pipeline, whose graph is no module to plan: make "
+                "it by PipelineStage(module, ...)"
+            )
+        if is_single:
+            order, warm_up = _single(schedule, stages[0])
+            return cls(schedule, stages, order, warm_up)
+        own = next((stage for stage in stages if not isinstance(stage.dw_builder, Rest | None)), None)
+        order, splits = _several(schedule, stages)
+        if own is not None and splits:
+            raise RuntimeUnsupportedError(
+                f"stage {own.stage_index} has a dw_builder, which computes gradients of weights, as its plan does: "
+                "leave it out"
+            )
+        return cls(schedule, stages, order, splits=splits)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each rank has one stage."""
+        return isinstance(self.schedule, PipelineScheduleSingle)
+
+    def hands_over(self, stage: Any) -> bool:
+        """Whether the next stage is on this rank too, and takes the output itself in place of a copy that is sent."""
+        return any(other.stage_index == stage.stage_index + 1 for other in self.stages)
+
+    def takes_over(self, stage: Any) -> bool:
+        """Whether the stage before is on this rank too."""
+        return any(other.stage_index == stage.stage_index - 1 for other in self.stages)
+
+    @property
+    def whole_order(self) -> tuple[Pass, ...]:
+        """The order where every backward gives all gradients at once, and nothing is left for later."""
+        return tuple(one for one in self.order if not one.is_rest)
+
+    def give_weights_by(self, later: Sequence[Any]) -> None:
+        """Let a schedule that splits backwards ``take`` the rest of each; None for a stage that leaves nothing.
+
+        That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each part, and a
+        planned stage is one node of it.
+        """
+        for stage, of_stage in zip(self.stages, later, strict=True):
+            if self.splits:
+                stage.dw_builder = Rest(_nothing_is_left if of_stage is None else of_stage.take)
+
+    @property
+    def group(self) -> Any:
+        """The process group of the pipeline."""
+        return self.stages[0].group
+
+    @property
+    def micro_batches(self) -> int:
+        """How many one step has."""
+        return int(self.schedule._n_microbatches)
+
+    @property
+    def facts(self) -> dict[str, str | int]:
+        """What all ranks must have in common."""
+        return {
+            "schedule": type(self.schedule).__name__,
+            "micro-batches": self.micro_batches,
+            "stages": self.stages[0].num_stages,
+        }
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one micro-batch, of those of ``schedule.step``."""
+        split_args, split_kwargs = self.schedule._split_inputs(args, dict(kwargs))
+        return tuple(split_args[0]), dict(split_kwargs[0])
+
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        """Compute the loss of one micro-batch, as the schedule does."""
+        value: torch.Tensor = self.schedule._compute_loss(output, target)
+        return value
+
+    def target_of(self, target: Any) -> Any:
+        """Return the target of one micro-batch, of that of the whole batch."""
+        return torch.tensor_split(target, self.micro_batches)[0] if isinstance(target, torch.Tensor) else target
+
+
+def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int | None]:
+    """Return the order of a schedule with one stage on each rank; torch's own list of 1F1B is not what it runs."""
+    kinds = {ScheduleGPipe: "gpipe", Schedule1F1B: "1f1b"}
+    kind = kinds.get(type(schedule))
+    if kind is None:
+        raise _unknown(schedule)
+    count = schedule._n_microbatches
+    order = passes(PipelineSchedule(stages=stage.num_stages, micro_batches=count, name=kind), stage.stage_index)
+    return order, min(count, stage.num_stages - stage.stage_index) if kind == "1f1b" else None
+
+
+def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass, ...], bool]:
+    """Return the order of a schedule with several stages on each rank, and whether it splits backwards."""
+    chunk_of = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
+    actions = getattr(schedule, "pipeline_order_with_comms", None)
+    if not actions:
+        raise _unknown(schedule)
+    # A forward and a backward that overlap are run one after the other.
+    single = [one for action in actions[schedule.rank] for one in (action.sub_actions or (action,))]
+    splits = any(action.computation_type is _REST for action in single)
+    order: list[Pass] = []
+    for action in single:
+        kind = action.computation_type
+        if kind in (_FORWARD, _WHOLE, _FIRST):
+            order.append(Pass(kind is not _FORWARD, chunk_of[action.stage_index], action.microbatch_index))
+        if kind is _REST or (splits and kind is _WHOLE):
+            order.append(Pass(True, chunk_of[action.stage_index], action.microbatch_index, is_rest=True))
+    return tuple(order), splits
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The ``dw_builder`` of a planned stage."""
+
+    of_stage: Callable[[], Callable[..., None]]
+
+    def __call__(self) -> Callable[..., None]:
+        """Return what computes the gradients that the last backward has left."""
+        return self.of_stage()
+
+
+def _nothing_is_left() -> Callable[..., None]:
+    """Return what computes the gradients of weights after those of inputs, where all are there."""
+    return lambda: None
+
+
+def _unknown(schedule: Any) -> RuntimeUnsupportedError:
+    return RuntimeUnsupportedError(
+        f"what {type(schedule).__name__} holds while it runs is not known: use ScheduleGPipe, Schedule1F1B, "
+        "ScheduleInterleaved1F1B, ScheduleLoopedBFS or a zero-bubble schedule"
+    )

@@ -1,0 +1,364 @@
+"""What is asked of a search over splits, what a split is, and what an estimate says; plain data.
+
+How fast devices reach each other: within a node, and between nodes.
+
+Rings as NCCL builds them: of a collective, each of n devices sends and receives (n - 1)/n of all bytes. Devices of one
+node reach each other at the node's rate. Where a group spans nodes, each of its members in a node has a network card of
+its own, and together they cross at most as fast as the node's own links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cost_models.devices import DeviceSpec
+from planner.common.options import ENGINES
+from planner.common.units import Size, format_bytes, parse_size
+from planner.errors import InfeasibleBudgetError, UsageError
+
+_GB = 10**9
+
+# Bytes a second of one device in one direction, and of its network card. NVLink: half of the total that the data sheet
+# names. Networks: one card for each device as in the vendor's own machines (DGX A100 and H100, and their successors).
+# fmt: off
+_KNOWN = {
+    "a100-40": (300, 25.0, "NVIDIA DGX A100: NVLink 3, a 200 Gb/s card for each GPU"),
+    "a100-80": (300, 25.0, "NVIDIA DGX A100: NVLink 3, a 200 Gb/s card for each GPU"),
+    "h100":    (450, 50.0, "NVIDIA DGX H100: NVLink 4, a 400 Gb/s card for each GPU"),
+    "h200":    (450, 50.0, "NVIDIA DGX H200: NVLink 4, a 400 Gb/s card for each GPU"),
+    "b200":    (900, 50.0, "NVIDIA DGX B200: NVLink 5, a 400 Gb/s card for each GPU"),
+    "mi300x":  (448, 50.0, "AMD Instinct MI300X platform: 7 links of 64 GB/s; a 400 Gb/s card assumed for each"),
+}
+# fmt: on
+
+EFFICIENCY = 0.8
+"""What large collectives reach of a link's rate: NCCL's own tests show three quarters to nine tenths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links of a cluster whose nodes are alike; rates of one device, in one direction."""
+
+    node_devices: int
+    """Devices of one node."""
+    node_bytes_per_second: float
+    network_bytes_per_second: float
+    node_hop_seconds: float = 2e-6
+    """What each further device of a node adds to a collective."""
+    network_hop_seconds: float = 8e-6
+    """What each further node adds."""
+    efficiency: float = EFFICIENCY
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.node_devices < 1:
+            raise UsageError(f"a node has at least 1 device, not {self.node_devices}")
+
+    def pass_seconds(self, size_bytes: float, members: int, stride: int = 1) -> float:
+        """Return the time in which a group gathers so many bytes, or sums and scatters them.
+
+        Members are so many devices apart. A sum that all are to have takes twice that.
+
+        >>> links = Links(node_devices=8, node_bytes_per_second=100.0, network_bytes_per_second=10.0, efficiency=1.0,
+        ...               node_hop_seconds=0.0, network_hop_seconds=0.0)
+        >>> links.pass_seconds(80, 8), links.pass_seconds(160, 16), links.pass_seconds(160, 2, stride=8)
+        (0.7, 1.875, 8.0)
+        """
+        if members == 1:
+            return 0.0
+        local = max(1, min(members, self.node_devices // stride))
+        nodes = -(-members // local)
+        rate = self.node_bytes_per_second
+        if nodes > 1:
+            rate = min(rate, local * self.network_bytes_per_second)
+        hops = (local - 1) * self.node_hop_seconds + (nodes - 1) * self.network_hop_seconds
+        return size_bytes * (members - 1) / members / (rate * self.efficiency) + hops
+
+    def exchange_seconds(self, size_bytes: float, members: int, stride: int = 1) -> float:
+        """Return the time in which each member sends so many bytes of its own, in equal parts to all (all-to-all)."""
+        if members == 1:
+            return 0.0
+        local = max(1, min(members, self.node_devices // stride))
+        is_local = local >= members
+        rate = self.node_bytes_per_second if is_local else self.network_bytes_per_second
+        leaving = (members - 1) / members if is_local else (members - local) / members
+        hop = self.node_hop_seconds if is_local else self.network_hop_seconds
+        return size_bytes * leaving / (rate * self.efficiency) + hop
+
+    def send_seconds(self, size_bytes: float, distance: int) -> float:
+        """Return the time in which a device sends bytes to one that far away; a row of them crosses nodes somewhere."""
+        is_local = distance < self.node_devices
+        rate = self.node_bytes_per_second if is_local else self.network_bytes_per_second
+        return size_bytes / (rate * self.efficiency) + (self.node_hop_seconds if is_local else self.network_hop_seconds)
+
+
+def links_of(
+    device: DeviceSpec, *, node_devices: int = 8, node_link: Size | None = None, network: Size | None = None
+) -> Links:
+    """Return the links between devices of one kind, a second's bytes of which may be given.
+
+    Cards that no such machine is known for reach each other over the host, at the rate of the link to it, and other
+    nodes through one card of 100 Gb/s for all.
+    """
+    known = _KNOWN.get(device.name)
+    shared = 12.5 / node_devices
+    node, net, source = known or (device.host_link_bytes_per_second / _GB, shared, "over the host; 100 Gb/s a node")
+    links = Links(
+        node_devices=node_devices,
+        node_bytes_per_second=node * _GB,
+        network_bytes_per_second=net * _GB,
+        source=source,
+    )
+    if node_link is not None:
+        links = replace(links, node_bytes_per_second=float(parse_size(node_link)), source="given")
+    if network is not None:
+        links = replace(links, network_bytes_per_second=float(parse_size(network)), source="given")
+    if not links.node_bytes_per_second:
+        raise UsageError(f"nothing is known of links between devices {device.name!r}: give --node-link and --network")
+    return links
+
+
+REPLICATED, OPTIMIZER, FSDP2, FSDP2_KEPT = "replicated", "optimizer", "fsdp2", "fsdp2-kept"
+"""Each data-parallel rank holds all; a share of the optimizer's state (ZeRO 1); a share of everything, gathered for
+each pass; or gathered once for a step (``reshard_after_forward=False``)."""
+
+SHARDINGS: Mapping[str, tuple[str, ...]] = {
+    "torchtitan": (REPLICATED, FSDP2, FSDP2_KEPT),
+    "megatron": (REPLICATED, OPTIMIZER),
+}
+"""What each engine runs."""
+
+Shape = tuple[int, int, int, int, int]
+"""Degrees: data, tensor, pipeline, context, expert."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked: UsageError if it is no question that has an answer."""
+
+    gpus: int
+    global_batch: int
+    """Samples of one step."""
+    device: DeviceSpec
+    links: Links
+    memory_bytes: int
+    """What each device may hold of the step."""
+    engines: tuple[str, ...] = ENGINES
+    attention_efficiency: float | None = None
+    """What fused attention reaches of the peak rate; by default what is known of its kernel on this device."""
+    overlap: bool = True
+    """Whether the engine hides behind arithmetic what replicas send each other."""
+    most: int = 10
+    """How many of the best are wanted."""
+
+    def __post_init__(self) -> None:
+        for what, count in (("GPUs", self.gpus), ("samples of a step", self.global_batch), ("answers", self.most)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise UsageError(f"the number of {what} must be a whole number above 0, not {count!r}")
+        if self.memory_bytes < 1:
+            raise UsageError("nothing of the device is left for the step: keep a smaller reserve")
+        if unknown := [name for name in self.engines if name not in ENGINES]:
+            raise UsageError(f"unknown engine {unknown[0]!r}: there are {', '.join(ENGINES)}")
+        nodes = self.links.node_devices
+        if self.gpus > nodes and self.gpus % nodes:
+            raise UsageError(f"{self.gpus} GPUs do not fill nodes of {nodes}: ask for a multiple, or give --node-gpus")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """One way to train a model on many devices."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    micro_batch: int
+    """Samples."""
+    chunks: int
+    """Groups of layers on each device of a pipeline; above 1 they are interleaved."""
+    sharding: str
+    engine: str
+
+    @property
+    def shape(self) -> Shape:
+        """The degrees alone, which name its class."""
+        return (self.data, self.tensor, self.pipeline, self.context, self.expert)
+
+    @property
+    def shards(self) -> int:
+        """Over how many devices parameters that all of them share can be spread."""
+        return self.data * self.context
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Return how many micro-batches a step has."""
+        return global_batch // (self.data * self.micro_batch)
+
+
+DIGITS = 6
+"""Times are the same that agree in so many: sums in another order are no difference."""
+
+PARTS = (
+    "compute", "recompute", "bubble", "tensor", "context", "expert", "data", "pipeline", "optimizer",
+)  # fmt: skip
+"""What a step's time is made of: arithmetic, then what each way of splitting adds to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """What a stage keeps: its first layers by one choice, the others by another."""
+
+    layers: int
+    first: str
+    others: str
+    count: int
+    """How many are the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a split is expected to take."""
+
+    split: Split
+    seconds: Mapping[str, float]
+    """Of one step, by :data:`PARTS`."""
+    peak_bytes: int
+    memory: Mapping[str, int]
+    """Of the device with the highest peak, by kind."""
+    stages: tuple[Mixed, ...]
+    tokens: int
+    """Of one step."""
+    gpus: int
+    fits: bool
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.tokens / self.step_seconds
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The order of answers: the fastest, to six digits; then what is split least, then the lowest peak."""
+        split = self.split
+        degrees = (split.context, split.pipeline, split.tensor, split.expert, split.chunks)
+        return (float(f"{self.step_seconds:.{DIGITS}g}"), *degrees, self.peak_bytes, split)
+
+    def report(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "split": asdict(self.split),
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus,
+            "seconds": dict(self.seconds),
+            "peak_bytes": self.peak_bytes,
+            "memory_bytes": dict(self.memory),
+            "stages": [asdict(stage) for stage in self.stages],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """Why no split of one shape is among the best."""
+
+    shape: Shape
+    reason: str
+    slower: float | None = None
+    """Than the best, as a share of the best's time; at least that much if ``is_bound``. None if none fits."""
+    is_bound: bool = False
+    missing_bytes: int | None = None
+    """What the smallest peak found is above the memory of a device, if none fits."""
+
+    def report(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        names = ("data", "tensor", "pipeline", "context", "expert")
+        rest = {"reason": self.reason, "slower": self.slower, "is_bound": self.is_bound}
+        return {**dict(zip(names, self.shape, strict=True)), **rest, "missing_bytes": self.missing_bytes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The best splits, and why others are not among them."""
+
+    model: str
+    question: Question
+    best: tuple[Estimate, ...]
+    """At least one."""
+    of_engine: Mapping[str, Estimate]
+    """The best that each engine runs, if one fits."""
+    lost: tuple[Lost, ...]
+    """By shape, the nearest first."""
+    considered: int
+    """Splits in all."""
+    estimated: int
+    """Those that no bound ruled out."""
+    assumed: tuple[str, ...] = ()
+    arguments: Mapping[str, str] | None = None
+    """By engine, what its command line is given."""
+    seconds: float = 0.0
+    """The search took."""
+
+    def report(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        asked = self.question
+        return {
+            "schema": 1,
+            "status": "fits",
+            "model": self.model,
+            "gpus": asked.gpus,
+            "global_batch": asked.global_batch,
+            "device": asked.device.name,
+            "memory_bytes": asked.memory_bytes,
+            "links": asdict(asked.links),
+            "best": [estimate.report() for estimate in self.best],
+            "best_of_engine": {engine: estimate.report() for engine, estimate in self.of_engine.items()},
+            "arguments": dict(self.arguments or {}),
+            "lost": [one.report() for one in self.lost],
+            "considered": self.considered,
+            "estimated": self.estimated,
+            "assumed": list(self.assumed),
+            "search_seconds": self.seconds,
+        }
+
+
+class NoSplitFitsError(InfeasibleBudgetError):
+    """No split keeps the memory of each device; says the smallest peak found, and of which split it is."""
+
+    def __init__(self, lowest: Estimate, memory_bytes: int) -> None:
+        super().__init__(
+            f"no split fits {format_bytes(memory_bytes)} on each device: the smallest peak found is "
+            f"{format_bytes(lowest.peak_bytes)}, with {described(lowest.split)}; take more GPUs, larger ones, or a "
+            "shorter sequence",
+            minimum_feasible_peak_bytes=lowest.peak_bytes,
+            operation=described(lowest.split),
+        )
+        self.split = lowest.split
+        self.report = {
+            "schema": 1,
+            "status": "infeasible",
+            "memory_bytes": memory_bytes,
+            "minimum_feasible_peak_bytes": lowest.peak_bytes,
+            "split": asdict(lowest.split),
+            "message": str(self),
+        }
+
+
+def described(split: Split) -> str:
+    """Say what a split is.
+
+    >>> described(Split(4, 2, 1, 1, 1, 2, 1, "fsdp2", "torchtitan"))
+    'data 4 (fsdp2), tensor 2, micro-batch 2'
+    """
+    degrees = {"tensor": split.tensor, "pipeline": split.pipeline, "context": split.context, "expert": split.expert}
+    parts = [f"data {split.data} ({split.sharding})"]
+    parts += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    if split.chunks > 1:
+        parts.append(f"{split.chunks} chunks interleaved")
+    return ", ".join([*parts, f"micro-batch {split.micro_batch}"])

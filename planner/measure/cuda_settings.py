@@ -1,0 +1,106 @@
+"""Settings of the environment that change what CUDA holds: workspaces of matrix libraries, rules of the allocator.
+
+Workspaces are torch's defaults by version (``aten/src/ATen/cuda/CublasHandlePool.cpp``) unless a variable says
+otherwise; held against torch 2.11 and 2.14 in ``tests/cuda/test_workspace.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+from cost_models.devices import DeviceSpec, library_bytes
+
+_THREADS = 2
+"""The forward's and the backward's: each has a workspace of its own."""
+_LARGE_BYTES = 32 * 2**20
+_SMALL_BYTES = (2 * 4096 + 8 * 16) * 2**10
+_LT_BYTES = 2**20
+_LIBRARIES = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
+_UNIFIED_SINCE = (2, 12)
+"""The version since which cuBLASLt works in cuBLAS's workspace."""
+_TRUE = ("1", "true", "True", "TRUE", "y", "Y", "yes", "YES", "on", "ON")
+
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""The first that is there counts."""
+_WITHOUT_EFFECT = {
+    "backend": ("native",),
+    "expandable_segments": ("True", "False"),
+    "pinned_num_register_threads": None,
+    "pinned_reserve_segment_size_mb": None,
+    "pinned_use_background_threads": None,
+    "pinned_use_cuda_host_register": None,
+    "pinned_use_host_register": None,
+}
+"""Settings of the allocator that leave predictions as they are, by their values; None where all do."""
+
+
+def workspaces(
+    architecture: str,
+    environment: Mapping[str, str] = os.environ,
+    version: str = torch.__version__,
+) -> tuple[int, ...]:
+    """Return the size of each piece that cuBLAS and cuBLASLt keep, as torch makes them on its two threads.
+
+    Examples
+    --------
+    >>> workspaces("sm90", {}, "2.14.1"), workspaces("sm80", {}, "2.11.0")
+    ((33554432, 33554432), (8519680, 1048576, 8519680, 1048576))
+    """
+    if not architecture.startswith("sm"):  # AMD's, and CPUs
+        whole = library_bytes(architecture)
+        return (whole // _THREADS,) * _THREADS if whole else ()
+    major, minor = (int(part) for part in version.split(".")[:2])
+    is_old = (major, minor) < _UNIFIED_SINCE
+    sizes, lt_size, unified = (environment.get(name) for name in _LIBRARIES)
+    large = ("sm90",) if is_old else ("sm90", "sm100", "sm103", "sm120")
+    found = re.findall(r":(\d+):(\d+)", sizes or "")
+    default_bytes = _LARGE_BYTES if architecture in large else _SMALL_BYTES
+    of_each = [2**10 * sum(int(size) * int(count) for size, count in found) if found else default_bytes]
+    if is_old if unified is None else unified not in _TRUE:
+        of_each.append(2**10 * int(lt_size) if lt_size and lt_size.isdigit() else _LT_BYTES)
+    return tuple(of_each) * _THREADS
+
+
+def pieces(spec: DeviceSpec) -> tuple[int, ...]:
+    """Return the pieces of a device's ``library_bytes``: of a device file nothing else is known."""
+    known = workspaces(spec.architecture)
+    if sum(known) == spec.library_bytes:
+        return known
+    return (spec.library_bytes // _THREADS, spec.library_bytes - spec.library_bytes // _THREADS)
+
+
+def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether segments of the caching allocator grow.
+
+    Examples
+    --------
+    >>> expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
+    True
+    """
+    return _allocator_settings(environment)[1].get("expandable_segments") == "True"
+
+
+def not_simulated(environment: Mapping[str, str] = os.environ) -> str:
+    """Name settings of the allocator that are not simulated, another allocator or other rules; ``""`` if none is.
+
+    Examples
+    --------
+    >>> not_simulated({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
+    'PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync'
+    """
+    name, settings = _allocator_settings(environment)
+    others = [
+        f"{key}:{value}"
+        for key, value in settings.items()
+        if key not in _WITHOUT_EFFECT or value not in (_WITHOUT_EFFECT[key] or (value,))
+    ]
+    return f"{name} sets {', '.join(others)}" if others else ""
+
+
+def _allocator_settings(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    name = next((name for name in _ALLOCATOR if environment.get(name)), "")
+    return name, dict(re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", environment.get(name, "").replace(" ", "")))

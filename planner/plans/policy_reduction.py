@@ -1,0 +1,204 @@
+"""Problems in which a policy's decisions are already made, so that solvers need not know of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
+
+from planner.errors import InfeasibleBudgetError
+from planner.findings.finding import Finding, Severity
+from planner.ir.graph import Operation, OperationCost, Phase, Value
+from planner.ir.policy import backward_begins, held_against, read_by_backward
+from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Offload, Schedule
+
+
+def solved_by_policy(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
+    """Solve a problem with decisions that move values; the bound is of all plans that follow the policy.
+
+    A recomputed operation of the forward may read a decided value that the forward left. Such operations must then run
+    once, and the problem is solved again: that ends, since each time fewer may run again.
+    """
+    once: set[int] = set()
+    bound_seconds: float | None = None
+    while True:
+        reduction = PolicyReduction(problem, once)
+        try:
+            found = reduction.invert(solve(reduction.problem))
+        except InfeasibleBudgetError as error:  # its lowest schedule is of the reduction's graph
+            raise InfeasibleBudgetError(
+                str(error),
+                minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes,
+                operation=error.operation,
+                is_proven=error.is_proven and not once,
+                lower_bound_seconds=error.lower_bound_seconds,
+            ) from error
+        bound_seconds = found.lower_bound_seconds if bound_seconds is None else bound_seconds
+        against = held_against(problem.graph, problem.decisions, found.schedule)
+        if not against:
+            return replace(found, lower_bound_seconds=min(bound_seconds, found.added_seconds))
+        once |= against
+
+
+def policy_finding(problem: Problem) -> Finding | None:
+    """Say what a policy decided, and what it wants that cannot be; None where it decided nothing."""
+    decisions = problem.decisions
+    counts = {"saved": decisions.save, "recomputed": decisions.recompute, "offloaded": decisions.offload}
+    decided = ", ".join(f"{len(operations)} {word}" for word, operations in counts.items() if operations)
+    if not decided and not decisions.ignored:
+        return None
+    cause = "the solver decides the others"
+    if decisions.ignored:
+        cause += f"; {len(decisions.ignored)} cannot be recomputed or offloaded: {', '.join(decisions.ignored[:5])}"
+    return Finding(
+        rule="policy",
+        severity=Severity.WARNING if decisions.ignored else Severity.NOTE,
+        evidence=f"operations decided by the policy: {decided or 'none'}",
+        cause=cause,
+        fix="answer None for them" if decisions.ignored else "nothing; without the policy plans may cost less",
+    )
+
+
+def decided_operations(problem: Problem) -> str:
+    """Name the operations that a policy decided, those with the largest results first, for an error."""
+    graph, decisions = problem.graph, problem.decisions
+    largest = sorted(
+        decisions.save | decisions.recompute | decisions.offload,
+        key=lambda index: -sum(graph.values[value].size_bytes for value in graph.operations[index].outputs),
+    )
+    named = ", ".join(graph.operations[index].key for index in largest[:3])
+    more = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+    return f"the policy decides {named}{more}: answer None for them, or give a larger budget" if largest else ""
+
+
+class PolicyReduction:
+    """A problem without the decided values: an operation of the backward makes each of them once more.
+
+    Right before its first reader after the loss, an operation that is to be recomputed has a copy in ``problem``,
+    which costs the same; a value that is offloaded is made there by a fetch, which costs nothing and runs once. So
+    nothing holds such a value across the loss, whatever a solver does, and every bound of ``problem`` is one of the
+    plans that follow the policy. The order is fixed. O(operations + reads).
+    """
+
+    def __init__(self, problem: Problem, once: Set[int] = frozenset()) -> None:
+        self.real, self.decisions = problem, problem.decisions
+        decisions = problem.decisions
+        self.values: list[Value] = list(problem.graph.values)
+        self.operations: list[Operation] = []
+        self.costs: list[OperationCost] = []
+        self.stands_for: list[int] = []
+        """For each operation of ``problem`` the real one, or -1 less the value that it fetches."""
+        self.copies: dict[int, int] = {}
+        """For a value of the forward the one that the backward reads in its place."""
+        self.states: dict[int, int] = {}
+        self.added_seconds = 0.0
+        """What the copies take."""
+        graph, turn = problem.graph, backward_begins(problem.graph)
+        for index, operation in enumerate(graph.operations):
+            if index in once:
+                operation = replace(operation, recomputable=False)
+            if index >= turn:
+                for value in operation.inputs:
+                    self._provide(value)
+                operation = replace(operation, inputs=tuple(self.copies.get(u, u) for u in operation.inputs))
+            if index in decisions.recompute and operation.state_bytes:
+                state = self._value(f"random state of {operation.name}", operation.state_bytes)
+                self.states[index] = state
+                operation = replace(operation, outputs=(*operation.outputs, state))
+            if index in decisions.offload:
+                tickets = [self._value(f"ticket of {graph.values[u].name}", 0) for u in self._offloaded(index)]
+                self.states.update(zip((-1 - u for u in self._offloaded(index)), tickets, strict=True))
+                operation = replace(operation, outputs=(*operation.outputs, *tickets))
+            self._add(operation, problem.costs[index], index)
+        self.problem = Problem(
+            graph=replace(graph, operations=tuple(self.operations), values=tuple(self.values), runs_after=None),
+            costs=tuple(self.costs),
+            budget_bytes=problem.budget_bytes,
+        )
+
+    def _offloaded(self, index: int) -> list[int]:
+        return read_by_backward(self.real.graph, index)
+
+    def _value(self, name: str, size_bytes: int) -> int:
+        self.values.append(Value(name=name, size_bytes=size_bytes))
+        return len(self.values) - 1
+
+    def _add(self, operation: Operation, cost: OperationCost, stands_for: int) -> None:
+        self.operations.append(operation)
+        self.costs.append(cost)
+        self.stands_for.append(stands_for)
+
+    def _provide(self, value: int) -> None:
+        """Make a decided value, and first the decided values that it is made of, for the backward."""
+        graph, waiting = self.real.graph, [value]
+        while waiting:
+            value = waiting[-1]
+            maker = graph.producer[value]
+            if value in self.copies or maker not in self.decisions.recompute | self.decisions.offload:
+                waiting.pop()
+            elif maker in self.decisions.offload:
+                waiting.pop()
+                self._fetch(value)
+            elif missing := [u for u in graph.operations[maker].inputs if self._is_missing(u)]:
+                waiting.extend(missing)
+            else:
+                waiting.pop()
+                self._recompute(maker)
+
+    def _is_missing(self, value: int) -> bool:
+        decided = self.decisions.recompute | self.decisions.offload
+        return value not in self.copies and self.real.graph.producer[value] in decided
+
+    def _fetch(self, value: int) -> None:
+        made = self.real.graph.values[value]
+        self.copies[value] = self._value(made.name, made.size_bytes)
+        name = f"fetch of {made.name}"
+        ticket = self.states[-1 - value]
+        fetch = Operation(
+            name=name, key=name, target="", inputs=(ticket,), outputs=(self.copies[value],), phase=Phase.BACKWARD,
+            recomputable=False,
+        )  # fmt: skip
+        self._add(fetch, OperationCost(seconds=0.0), -1 - value)
+
+    def _recompute(self, maker: int) -> None:
+        graph = self.real.graph
+        operation = graph.operations[maker]
+        for value in operation.outputs:
+            self.copies[value] = self._value(graph.values[value].name, graph.values[value].size_bytes)
+        state = (self.states[maker],) if maker in self.states else ()
+        again = replace(
+            operation,
+            inputs=(*(self.copies.get(u, u) for u in operation.inputs), *state),
+            outputs=tuple(self.copies[value] for value in operation.outputs),
+            phase=Phase.BACKWARD,
+        )
+        self.added_seconds += self.real.costs[maker].seconds
+        self._add(again, self.real.costs[maker], maker)
+
+    def invert(self, solution: Solution) -> Solution:
+        """Return a solution of ``problem`` as one of the real problem, with what it really takes."""
+        schedule = Schedule(tuple(self._order(solution.schedule)), tuple(self._offloads(solution.schedule)))
+        evaluation = self.real.evaluate(schedule)
+        bound = solution.lower_bound_seconds + self.added_seconds
+        found = Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound)
+        return replace(found, solve_seconds=solution.solve_seconds)
+
+    def _order(self, schedule: Schedule) -> Iterator[int]:
+        return (self.stands_for[index] for index in schedule.order if self.stands_for[index] >= 0)
+
+    def _offloads(self, schedule: Schedule) -> Iterator[Offload]:
+        """Give each fetched value its way: it leaves after its last use in the forward, and returns before its next."""
+        last_use: dict[int, int] = {}
+        fetched: dict[int, int] = {}
+        position = 0
+        operations = self.real.graph.operations
+        for index in schedule.order:
+            real = self.stands_for[index]
+            if real < 0:
+                fetched[-1 - real] = last_use[-1 - real] + 1
+                continue
+            for value in (*operations[real].inputs, *operations[real].outputs):
+                if value in fetched and value in operations[real].inputs:
+                    yield Offload(value, fetched.pop(value), (position,))
+                last_use[value] = position
+            position += 1

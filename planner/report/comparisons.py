@@ -1,0 +1,266 @@
+"""Ways to train a step beside each other: a plan's baselines, strategies, a present set-up, and budgets to choose."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+import cost_models
+from cost_models.devices import device_names
+from planner.analysis.audit import Audit
+from planner.analysis.strategy_comparison import NEAR, Established
+from planner.analysis.trade_off.curve import Suggestions
+from planner.common.program import NAME, program
+from planner.common.units import format_bytes, format_seconds
+from planner.plans.plan import OWN, ComparisonRow, Plan
+from planner.report.style import at_least_percent, counted, print_report, signed_percent, sizes, table, yes_or_no
+
+THIS, MORE = "this one", "1 GiB more"
+"""What the plan's own budget and the next larger one are called among others."""
+
+
+def comparison_table(title: str | None, rows: Sequence[ComparisonRow], head: str = "method") -> Table:
+    """Return a table of ways with the columns that any of them fills."""
+
+    def filled(name: str) -> bool:
+        return any(getattr(row, name) is not None for row in rows)
+
+    size = sizes(row.peak_bytes for row in rows)
+    return table(
+        title,
+        rows,
+        (head, lambda row: row.name, str),
+        ("peak", lambda row: row.peak_bytes, size),
+        ("fits", lambda row: row.fits, yes_or_no if any(row.fits for row in rows) else None),
+        ("host", lambda row: row.host_bytes or None, size if any(row.host_bytes for row in rows) else None),
+        ("overhead", lambda row: row.overhead, signed_percent),
+        ("best plan", lambda row: row.best_overhead, signed_percent if filled("best_overhead") else None),
+        ("gap", lambda row: row.gap, signed_percent if filled("gap") else None),
+        ("found in", lambda row: row.seconds or None, format_seconds if any(row.seconds for row in rows) else None),
+        bold=lambda row: row.name == OWN,
+    )
+
+
+def render_baselines(plan: Plan, *, full: bool = True) -> Group | None:
+    """Show eager and the baselines beside the plan; in full with their gaps, and why some of them do not exist."""
+    if not plan.baselines:
+        return None
+    rows = list(methods(plan))
+    if not full:
+        rows = [replace(row, seconds=0.0, lower_bound_overhead=None) for row in rows]
+    lines = [Text(f"{row.name}: {row.reason}") for row in rows if row.reason and full]
+    return Group(comparison_table(None, rows, "Beside other ways"), *lines)
+
+
+def methods(plan: Plan) -> Iterator[ComparisonRow]:
+    """Return the methods of a plan, the model's own step first; overheads and bounds are over that, if it is known.
+
+    The bound holds within the budget: what breaks that may pay less.
+    """
+    if plan.eager is not None:
+        fits = plan.eager.peak_bytes <= plan.budget_bytes
+        yield ComparisonRow(name="eager", peak_bytes=plan.eager.peak_bytes, overhead=0.0, fits=fits)
+    bound = plan.over_eager(plan.lower_bound_overhead)
+    for row in plan.baselines:
+        overhead = None if row.overhead is None else plan.over_eager(row.overhead)
+        yield replace(row, overhead=overhead, lower_bound_overhead=bound if row.fits else None)
+
+
+def render_budgets(plan: Plan) -> Group:
+    """Show what other budgets would buy, and the accelerators that the step fits on."""
+    shown = table(
+        "With more memory, or less",
+        budgets(plan),
+        ("budget", lambda row: row[0], str),
+        ("size", lambda row: row[1], sizes([plan.budget_bytes])),
+        ("step time", lambda row: row[2], signed_percent),
+    )
+    return Group(shown, *map(Text, notes(plan, program())))
+
+
+def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
+    """Return budgets worth knowing, from the smallest: what each is, its bytes, the step time there over eager."""
+    if plan.minimum_feasible_peak_bytes < plan.peak_bytes:
+        yield "smallest", plan.minimum_feasible_peak_bytes, None
+    yield THIS, plan.budget_bytes, plan.over_eager(plan.overhead)
+    more = plan.details.one_more_gib if plan.details else None
+    if more is not None and more.budget_bytes < plan.baseline_peak_bytes:
+        yield MORE, more.budget_bytes, plan.over_eager(more.overhead)
+    if plan.added_seconds > 0:
+        yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
+
+
+def notes(plan: Plan, called: str = NAME) -> Iterator[str]:
+    """Say which accelerators of the table have the memory, and what to call for more."""
+    memory = {name: cost_models.device(name).memory_bytes for name in device_names() if name != "cpu"}
+    planned = [name for name in memory if memory[name] >= plan.whole_step_peak_bytes]
+    unplanned = [name for name in memory if memory[name] >= max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)]
+    only = [name for name in planned if name not in unplanned]
+    if len(unplanned) == len(memory):
+        yield f"By memory alone the step fits on each of the {len(memory)} accelerators of the table, planned or not"
+    elif not planned:
+        yield "By memory alone the planned step fits on no accelerator of the table"
+    else:
+        yield f"By memory alone the step fits without recompute on {', '.join(unplanned) or 'no accelerator'}"
+    if only:
+        yield f"As planned it also fits on {', '.join(only)}"
+    model = shlex.quote(plan.model) if plan.model else "MODEL"
+    yield f"The whole curve: {called} what-if {model}"
+
+
+def render_suggestions(found: Suggestions, typed: str, console: Console) -> None:
+    """Print budgets to choose from, and what was typed with each of them added."""
+    line = f"NO BUDGET GIVEN · the model's own step takes {format_bytes(found.own_peak_bytes)} on {found.device}"
+    if found.memory_bytes < found.smallest_bytes:
+        line += f", and no plan fits its {format_bytes(found.memory_bytes)}"
+    shown = table(
+        "Budgets to choose from",
+        found.budgets,
+        ("budget", lambda row: row.name, str),
+        ("size", lambda row: row.budget_bytes, sizes(row.budget_bytes for row in found.budgets)),
+        ("step time", lambda row: row.step_time, signed_percent),
+    )
+    lines = [Text(f"{typed} --budget {row.text}") for row in found.budgets]
+    print_report(console, line, shown, Text("\n").join(lines))
+
+
+def render_audit(audit: Audit, console: Console) -> None:
+    """Print an audit."""
+    style = "bold green" if _is_best(audit) else "bold yellow"
+    print_report(console, audit_answer(audit), Group(_plans(audit), *map(Text, _audit_notes(audit))), style=style)
+
+
+def audit_answer(audit: Audit) -> str:
+    """Return the answer as one line."""
+    return "; ".join(filter(None, (_at_its_peak(audit), _at_the_budget(audit))))
+
+
+def _at_its_peak(audit: Audit) -> str:
+    pays = signed_percent(audit.now.overhead)
+    if audit.now.added_seconds <= 0:
+        return "you pay nothing"
+    if _is_best(audit):
+        return f"you pay {pays}, and nothing better is known at the same peak ({_bound(audit.best)})"
+    return f"you pay {pays}, {signed_percent(audit.best.overhead)} would do at the same peak ({_bound(audit.best)})"
+
+
+def _is_best(audit: Audit) -> bool:
+    return signed_percent(audit.best.overhead) == signed_percent(audit.now.overhead)
+
+
+def _bound(plan: Plan) -> str:
+    if plan.added_seconds > 0 and plan.lower_bound_seconds <= 0:
+        return "no lower bound proven"
+    return f"proven: no plan pays less than {at_least_percent(plan.lower_bound_overhead)}"
+
+
+def _at_the_budget(audit: Audit) -> str:
+    if audit.budget_bytes is None:
+        return ""
+    verb = "it fits" if audit.fits else "it does not fit"
+    budget = f"{verb} {format_bytes(audit.budget_bytes)}"
+    if audit.within_budget is None:
+        return f"{budget}, and no plan is known that does"
+    best = audit.within_budget
+    if audit.fits and signed_percent(best.overhead) == signed_percent(audit.now.overhead):
+        return f"{budget}, where nothing better is known"
+    return f"{budget}, where {signed_percent(best.overhead)} would do ({_bound(best)})"
+
+
+def _plans(audit: Audit) -> Table:
+    """Return the set-up beside the best plans; a gap is to the bound on plans for the same budget."""
+    now, best, within = audit.now, audit.best, audit.within_budget
+    rows = [ComparisonRow(name="without recompute", peak_bytes=now.baseline_peak_bytes, overhead=0.0)]
+    rows += [_audit_row(f"now: {audit.current}", now, best), _audit_row("best at that peak", best, best)]
+    if within is not None:
+        rows.append(_audit_row(f"best within {format_bytes(within.budget_bytes)}", within, within))
+    return comparison_table("What you do now, and better plans", rows)
+
+
+def _audit_row(name: str, plan: Plan, best: Plan) -> ComparisonRow:
+    is_proven = best.lower_bound_seconds > 0 or plan.added_seconds <= 0
+    bound = best.lower_bound_overhead if is_proven else None
+    host_bytes = plan.offloading.host_bytes if plan.offloading else 0
+    peak_bytes, overhead = plan.whole_step_peak_bytes, plan.overhead
+    return ComparisonRow(
+        name=name, peak_bytes=peak_bytes, overhead=overhead, lower_bound_overhead=bound, host_bytes=host_bytes
+    )
+
+
+def _audit_notes(audit: Audit) -> Iterator[str]:
+    now = audit.now
+    yield (
+        f"Overhead is of the step without recompute, {format_seconds(now.baseline_step_seconds)} by the "
+        f"{now.cost_model} cost model of {now.device}. Your set-up is simulated on the captured step, without "
+        "the model's own checkpointing."
+    )
+    host = ""
+    if audit.now.offloading is not None:
+        host = f" --offload --host-budget {audit.now.offloading.host_bytes}"
+        host += " --offload-lossy" if audit.now.offloading.lossy else ""
+        yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; the plans beside it may offload as much."
+    if not _is_best(audit):
+        runtime = " --runtime modules" if audit.best.runtime == "modules" else ""
+        yield (
+            f"To use the plan at the same peak: --budget {audit.best.budget_bytes}{runtime}{host}, for 'plan' or "
+            "planner.auto_wrap."
+        )
+    yield from audit.notes
+
+
+def render_established(established: Established, console: Console) -> None:
+    """Print the comparison."""
+    rows = established.rows
+    shown = [comparison_table("Each with the best plan at its own peak", rows, "strategy")] if rows else []
+    print_report(console, strategies_answer(established), Group(*shown, *map(Text, _strategy_notes(established))))
+
+
+def strategies_answer(established: Established) -> str:
+    """Return the answer as one line."""
+    rows = [row for row in established.rows if row.excess is not None]
+    if not rows:
+        return "no established way applies to this model"
+    near = [row for row in rows if _excess(row) <= NEAR]
+    points = f"{NEAR * 100:.0f} points"
+    ways = f"{counted(len(rows), 'established way')}"
+    closest, farthest = min(rows, key=_excess), max(rows, key=_excess)
+    if not near:
+        return f"of {ways} none is within {points} of the best plan at its peak; the closest is {_pays(closest)}"
+    verb = "is" if len(near) == 1 else "are"
+    how_many = f"of {ways} {len(near)} {verb} within {points} of the best plan at the same peak"
+    return how_many if len(near) == len(rows) else f"{how_many}; the farthest is {_pays(farthest)}"
+
+
+def _excess(row: ComparisonRow) -> float:
+    return row.excess or 0.0
+
+
+def _pays(row: ComparisonRow) -> str:
+    best = "-" if row.best_overhead is None else signed_percent(row.best_overhead)
+    return f"{row.name}, {signed_percent(row.overhead or 0.0)} where {best} would do"
+
+
+def _strategy_notes(established: Established) -> list[str]:
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, said in (
+        *established.absent.items(),
+        *((row.name, row.reason) for row in established.rows if row.reason),
+    ):
+        names_of[said].append(name)
+    lines = [f"{', '.join(names)}: {said}" for said, names in names_of.items()]
+    if any(row.best_overhead is None for row in established.rows):
+        lines.append("Strategies that divide values over devices have no plan beside them: plans are for one device.")
+    if any(row.host_bytes for row in established.rows):
+        lines.append("Strategies that offload are compared with the best plan that may use as much host memory.")
+    lines.append(
+        f"Without recompute the peak is {format_bytes(established.baseline_peak_bytes)}; overhead is of that step, "
+        f"{format_seconds(established.baseline_step_seconds)} by the {established.cost_model} cost model of "
+        f"{established.device or 'the device'}. The gap is the distance to the proven lower bound."
+    )
+    return lines

@@ -1,0 +1,126 @@
+"""The report of a plan on one screen, in full, and as an object that notebooks show as a page."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Iterator
+from html import escape
+
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.table import Table
+from rich.text import Text
+
+from planner.common.program import program
+from planner.common.units import format_bytes, format_seconds
+from planner.plans.plan import Plan
+from planner.report import comparisons, findings, layers, peak, verdict
+from planner.report.page import to_html
+from planner.report.style import compact_count, counted, one_line, print_report, signed_percent, table
+
+_HEIGHT = 820
+"""Of the frame that shows the page in a notebook."""
+
+WIDTH = 100
+"""No line is longer, however wide the terminal is."""
+
+_KINDS, _LAYERS, _CHART_ROWS, _WARNINGS = 3, 5, 6, 2
+
+
+def parts(plan: Plan) -> Iterator[RenderableType]:
+    """Return the parts of one screen in their order; what real steps showed stands in place of the timeline."""
+    shown = (
+        peak.render(plan, _KINDS),
+        comparisons.render_baselines(plan, full=False),
+        layers.render(plan, _LAYERS),
+        verdict.render_offloading(plan),
+        verdict.render_measured(plan) or peak.render_timeline(plan, rows=_CHART_ROWS),
+        Group(Text("What to do next", style="bold"), *_next(plan)),
+    )
+    return (Constrain(part, WIDTH) for part in shown if part is not None)
+
+
+def full_parts(plan: Plan) -> Iterator[RenderableType | None]:
+    """Return the parts of the whole report in their order."""
+    order = verdict.order_saves(plan)
+    yield peak.render(plan)
+    yield comparisons.render_baselines(plan)
+    yield layers.render(plan)
+    yield layers.render_kept(plan)
+    yield peak.render_timeline(plan)
+    yield comparisons.render_budgets(plan)
+    yield verdict.render_offloading(plan)
+    yield Text(f"Order: {order}") if order else None
+    yield findings.render(plan.warnings) if plan.warnings else None
+    yield verdict.render_measured(plan)
+    yield verdict.render_trust(plan)
+
+
+def operations_table(plan: Plan) -> Table:
+    """Return FLOPs, bytes and seconds of every operation in base order; the last row adds them up."""
+    everything = ("all, each once", "", ""), plan.operations
+    return table(
+        f"Operations, {len(plan.operations)}",
+        [*(((row.operation, row.module, row.phase), [row]) for row in plan.operations), everything],
+        ("operation", lambda row: row[0][0], str),
+        ("module", lambda row: row[0][1], str),
+        ("phase", lambda row: row[0][2], str),
+        ("FLOPs", lambda row: sum(one.flops for one in row[1]), compact_count),
+        ("bytes moved", lambda row: sum(one.moved_bytes for one in row[1]), format_bytes),
+        ("time", lambda row: sum(one.seconds for one in row[1]), format_seconds),
+        ("runs", lambda row: sum(one.runs for one in row[1]), str),
+        text_columns=3,
+        bold=lambda row: row is everything,
+    )
+
+
+def _next(plan: Plan) -> Iterator[Text]:
+    """Say how to use the plan, what other budgets give, what to look into, and where there is more."""
+    lines = [("use it", f"planner.auto_wrap(model, budget={plan.budget_bytes})")]
+    if saved := verdict.order_saves(plan):
+        lines.append(("order", saved))
+    if others := " · ".join(_others(plan)):
+        lines.append(("other budgets", others))
+    for finding in plan.warnings[:_WARNINGS]:
+        lines.append((str(finding.severity), f"[{finding.rule}] {finding.evidence}"))
+    hidden = len(plan.warnings) - _WARNINGS
+    more = ["--full" + (f" ({counted(hidden, 'more warning')})" if hidden > 0 else "")]
+    more += ["--html FILE"] if plan.verification else ["--verify (real steps)", "--html FILE"]
+    lines.append(("see more", " · ".join(more)))
+    lines.append(("whole curve", f"{program()} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"))
+    widest = max(len(label) for label, _ in lines)
+    return (one_line(f"  {label:<{widest}}  {said}") for label, said in lines)
+
+
+def _others(plan: Plan) -> Iterator[str]:
+    """Name budgets other than the plan's, and the step time there."""
+    for name, size, overhead in comparisons.budgets(plan):
+        if name == comparisons.MORE and overhead is not None:
+            yield f"+1 GiB: {signed_percent(overhead)}"
+        elif name != comparisons.THIS:
+            yield f"{name} {format_bytes(size)}"
+
+
+class Report:
+    """What ``planner.report(model)`` gives."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, highlight=False, color_system=None)
+        with console.capture() as capture:
+            print_report(console, verdict.verdict(self.plan), *parts(self.plan))
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    __repr__ = __str__
+
+    def to_html(self) -> str:
+        """Return the report as one HTML page that needs nothing beside itself."""
+        return to_html(self.plan)
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own, so that its style is not the notebook's."""
+        page = escape(self.to_html(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'

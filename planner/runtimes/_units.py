@@ -1,0 +1,292 @@
+"""Units: captured modules of a step that are planned together, each run in place of its module's forward.
+
+Around units a step is eager; it is followed once, with stand-ins for them. Hooks, and so DDP's and FSDP2's, run around
+a unit and not inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from planner.capture.blocks.regions import AS_BLOCK, Block, Lower, placeholders_given
+from planner.capture.blocks.regions import Step as FollowedStep
+from planner.capture.blocks.whole_step import prefixed, put_together
+from planner.capture.failures import explain_failures
+from planner.capture.fsdp_internals import (
+    ShardedUnit,
+    settings_of,
+    types_of_shares,
+    units_beside,
+)
+from planner.capture.inputs import Inputs
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
+from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
+from planner.capture.model_facts import units_of
+from planner.capture.parallel_events import found_by_autograd
+from planner.capture.planned_call import forwards
+from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
+from planner.capture.torch_internals import aot_backend
+from planner.errors import PlanMismatchError
+from planner.ir.builder import StepContext
+from planner.ir.graph import OperationCost, TrainingGraph, named_by
+from planner.ir.layers import is_within
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import FINDS
+from planner.measure.devices import device_spec
+from planner.plans.plan import Plan
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.runtimes._gradients import watched
+from planner.session.step import (
+    LoweredStep,
+    Options,
+    context_of,
+    plan_lowered,
+    static_memory_of,
+)
+
+SHARDING = "sharding"
+"""In a plan's fingerprint: how the model is sharded, where that is not by default."""
+
+GRADIENTS_IN_BUCKETS = "gradients in DDP's buckets"
+
+BLOCK_BYTES = "block bytes"
+"""In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as units, and what is eager around them."""
+
+    followed: FollowedStep
+    lowered: LoweredStep
+    """With the units as they were captured."""
+    units: dict[str, Block]
+    """By their paths."""
+    put_together: Callable[[Mapping[str, Block]], LoweredGraph]
+    """Lowers the step once more, with other graphs of the same units."""
+
+    def plan(self, model: nn.Module, options: Options, **known: Any) -> Plan:
+        """Plan all units together; ``known`` is for :func:`planner.session.step.plan_lowered`."""
+        plan = plan_lowered(model, self.lowered, options, **known).plan
+        graphs = {path: unit.lowered.graph for path, unit in self.units.items()}
+        alone_bytes = sum(bytes_alone(graph, part_of(plan, path, graph)) for path, graph in graphs.items())
+        return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone_bytes})
+
+
+def lowering(model: nn.Module, options: Options) -> Lower:
+    """Return what lowers the graph of a block."""
+    spec = device_spec(model, options.target.device)
+    context = StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu")
+    return lambda joint, given: lower(joint, context, given)
+
+
+def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: Inputs, options: Options) -> Step:
+    """Follow a step around its captured units, and lower it with those whose backward runs."""
+    model = followed.model
+    spec = device_spec(model, options.target.device)
+    everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
+    around = static_memory_of(model, everything, spec, options)
+    # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
+    shapes = [t.detach().to("meta") for t in inputs.tensors()]
+    is_sharded = around.gradient_shards > 1
+    beside = units_beside(model, captured) if is_sharded else []
+    sharded = _sharded(model, captured, beside, options) if is_sharded else None
+    accumulates = options.training.gradient_accumulation
+    found = found_by_autograd(model, sharded.values() if sharded else None, accumulates=accumulates)
+    modules = {unit.path: unit.modules for unit in beside}
+    if is_sharded:
+        modules |= {path: (model.get_submodule(path),) for path in (*captured, ROOT)}
+    trace, used = followed.trace(captured, options.loss, replace(options.gradients, found=found), modules)
+    if sharded is not None:
+        sharded = _sharded(model, used, beside, options)
+        around = resident(around, sharded, spec.alignment_bytes)
+    around = around.without("gradients")  # they are seen in the step
+    context = context_of(model, spec, around, options)
+    facts = {key: said for key, said in how_it_trains(model, used, options).items() if said}
+
+    def lowered_with(blocks: Mapping[str, Block]) -> LoweredGraph:
+        return put_together(shapes, trace, blocks, context, sharded)
+
+    lowered = LoweredStep(lowered_with(used), spec, around, {"blocks": " ".join(used), **facts})
+    return Step(followed, lowered, used, lowered_with)
+
+
+def how_it_trains(model: nn.Module, blocks: Iterable[str], options: Options) -> dict[str, str]:
+    """Say how a model is sharded, and how its gradients come and go; ``""`` for what is by default."""
+    settings = settings_of(model, blocks)
+    if options.gradients.go_into_buckets:
+        settings = "DDP is told gradient_as_bucket_view=True"
+    accumulates = options.training.gradient_accumulation
+    if units := [unit.unit for unit in units_of(model)]:
+        finds = {what for unit in units for what in unit.as_planned(finds_gradients=accumulates).finds}
+    elif options.training.data_parallel == "fsdp2":
+        finds = {SHARES} if accumulates else set()
+    else:
+        finds = {GRADIENTS_IN_BUCKETS if options.gradients.are_in_buckets else WHOLE} if accumulates else set()
+    found = ", ".join(f"{what} of earlier steps" for what in sorted(finds))
+    return {SHARDING: settings, FINDS: found}
+
+
+def _sharded(model: nn.Module, blocks: Iterable[str], beside: Sequence[ShardedUnit], options: Options) -> Units:
+    """Return the parameters of each block, of units beside them, and of the rest, as they are gathered together."""
+    types, known = types_of_shares(model), {unit.path: unit.unit for unit in units_of(model)}
+    path_beside = {one.name: unit.path for unit in beside for one in unit.unit.parameters}
+    units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, *(unit.path for unit in beside), ROOT)}
+    for name, parameter in model.named_parameters():
+        path = path_beside.get(name) or next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
+        share, spread = types.get(name, (parameter.dtype, parameter.dtype))
+        units[path].append(
+            Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                item_bytes=parameter.element_size(),
+                share_item_bytes=share.itemsize,
+                spread_item_bytes=spread.itemsize,
+                trainable=parameter.requires_grad,
+            )
+        )
+    default = {path: known.get(path, Unit(parameters=(), stays=path == ROOT)) for path in units}
+    finds_gradients = options.training.gradient_accumulation
+    return {
+        path: replace(default[path].as_planned(finds_gradients=finds_gradients), parameters=parameters)
+        for path, parameters in units.items()
+    }
+
+
+def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Return what a block holds beyond what it is given, which may be part of something larger."""
+    given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
+    values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
+    graph = replace(graph, values=tuple(values))
+    return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule).peak_bytes
+
+
+def blocks_of(plan: Plan) -> list[str]:
+    """Return the paths of the blocks that a plan is about."""
+    return str(plan.fingerprint["blocks"]).split()
+
+
+def decisions_on(plan: Plan, path: str) -> frozenset[tuple[str, ...]]:
+    """Return what a plan asks of a block, in names that are the same in every block."""
+    return frozenset(
+        tuple(name.removeprefix(path) for name in (key, *keys))
+        for key, keys in plan.recomputations.items()
+        if is_within(named_by(key)[0], path)
+    )
+
+
+def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
+    """Return the schedule of a block's own graph that a plan for the whole step asks for.
+
+    Raises PlanMismatchError if the plan names operations that the block does not have.
+    """
+    operations = [*enumerate(graph.operations)]
+    index_of = {prefixed(path, key): index for index, operation in operations for key in operation.keys}
+    first = {prefixed(path, operation.key) for _, operation in operations}  # what is one with it runs with it
+    before: dict[int, tuple[int, ...]] = {}
+    for key, keys in plan.recomputations.items():
+        if not is_within(named_by(key)[0], path):
+            continue
+        missing = [k for k in (key, *keys) if k not in index_of]
+        if missing:
+            raise PlanMismatchError(
+                f"block {path} does not have {missing[0]}, which the plan names: it is captured otherwise than when "
+                "the plan was made (other element types, or a mask that was not needed then?); plan again as the model "
+                "now is"
+            )
+        again = tuple(index_of[k] for k in keys if k in first)
+        before[index_of[key]] = (*before.get(index_of[key], ()), *again)
+    return Schedule.with_recomputations(graph, before)
+
+
+@contextmanager
+def installed(model: nn.Module, planned: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Run planned blocks in place of the model's own."""
+    with explain_failures(model), forwards(planned):
+        yield
+
+
+class PlannedUnits:
+    """The blocks of a model, each with its part of a plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, kind: type[PlannedUnit]) -> None:
+        self.plan = plan
+        self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
+        equal: dict[Any, list[PlannedUnit]] = {}
+        blocks = {path: model.get_submodule(path) for path in blocks_of(plan)}
+        self.forwards = {
+            block: kind(self, path, block, equal.setdefault(decisions_on(plan, path), []))
+            for path, block in blocks.items()
+        }
+
+    def hold(self, path: str, peak_bytes: int) -> None:
+        """Count what a block holds more than before, which is not to be more than was planned."""
+        self.bytes_left -= peak_bytes
+        if self.bytes_left < 0:
+            raise PlanMismatchError(
+                f"block {path} holds more than was planned: it is called with other sizes or element types than "
+                "when the plan was made; plan again as the model now is"
+            )
+
+
+class PlannedUnit:
+    """A block, compiled when it is first called, unless the code of an equal block serves it too."""
+
+    compiler: Any = staticmethod(aot_backend)
+    """Makes a backend of what parts a block's graph; see :class:`planner.capture.joint_capture.Backend`."""
+
+    def __init__(self, planned: PlannedUnits, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
+        self.planned, self.path, self._block = planned, path, block
+        self._equal = equal
+        """Blocks of which the plan asks the same, and whose code is there."""
+        self.code: PlannedUnit | None = None
+        """Whose code runs."""
+        self.peaks_bytes: list[int] = []
+        """Of what was captured of it."""
+        self.call = IsolatedCall(
+            block,
+            block.forward,
+            self._partition,
+            finish=watched,
+            compiler=self.compiler,
+            **AS_BLOCK,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; Dynamo's guards tell whether it is as the one whose code is at hand."""
+        if self.code is None:
+            for other in self._equal:
+                if len(other.peaks_bytes) != 1:
+                    continue  # which of its graphs would run, and so what it holds, is not known
+                result = other.call.known(args, kwargs, self.call)
+                if result is not NOT_CAPTURED:
+                    self.code = other
+                    self.planned.hold(self.path, *other.peaks_bytes)
+                    return result
+            self.code = self
+            self._equal.append(self)
+        result = NOT_CAPTURED if self.code is self else self.code.call.known(args, kwargs, self.call)
+        return self.call(*args, **kwargs) if result is NOT_CAPTURED else result
+
+    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        given = placeholders_given(joint, [*self._block.parameters(), *self._block.buffers()])
+        return self.parted(lower(joint, StepContext(alignment_bytes=1), given), given)
+
+    def parted(self, lowered: LoweredGraph, _given: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and backward that carry out the block's part of the plan."""
+        schedule = part_of(self.planned.plan, self.path, lowered.graph)
+        self.hold(bytes_alone(lowered.graph, schedule))
+        return extract_fwd_bwd(lowered, schedule)
+
+    def hold(self, peak_bytes: int) -> None:
+        """Count what a graph of the block holds alone; one of them runs in a step."""
+        before = max(self.peaks_bytes, default=0)
+        self.peaks_bytes.append(peak_bytes)
+        self.planned.hold(self.path, max(0, peak_bytes - before))

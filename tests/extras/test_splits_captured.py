@@ -1,0 +1,154 @@
+"""Tables of captured models for the search over splits, and what the planner itself says beside an estimate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cost_models
+import planner
+from planner import zoo
+from planner.capture import fake_mode
+from planner.capture.inputs import Inputs
+from planner.common.options import Search, Target, Training
+from planner.errors import UsageError
+from planner.extras.pipelines import plan_pipeline
+from planner.extras.splits import best_splits
+from planner.extras.splits.best import deeper
+from planner.extras.splits.captured_table import split_table
+from planner.extras.splits.estimate import Estimator
+from planner.extras.splits.table import FULL, KEEP, ModelTable, is_uniform
+from planner.extras.splits.types import FSDP2, REPLICATED, Question, Split, links_of
+from planner.session.step import Options
+
+
+def table_of(name: str, *, length: int = 64, layers: int = 3, optimizer: str = "adamw") -> ModelTable:
+    loaded = zoo.build(name, batch_size=1, seq_len=length, layers=layers, dtype="bfloat16", fake_mode=fake_mode())
+    options = Options(
+        target=Target("h100", cost_model="roofline"),
+        training=Training(optimizer, master_weights=True),
+    )
+    inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
+    return split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=length)
+
+
+def test_a_table_counts_what_the_model_has() -> None:
+    table = table_of("llama-7b", layers=3)
+    loaded = zoo.build("llama-7b", batch_size=1, seq_len=64, layers=3, dtype="bfloat16", fake_mode=fake_mode())
+    assert table.parameter_bytes == sum(2 * parameter.numel() for parameter in loaded.model.parameters())
+    assert is_uniform(table) and table.tensor_degrees == (1, 2, 4, 8, 16, 32)
+    kind = table.kinds[-1]
+    assert kind.gradient_bytes == kind.parameter_bytes
+    assert kind.optimizer_bytes == 6 * kind.parameter_bytes  # two moments and a copy, of 4 bytes for 2
+    names = [choice.name for choice in kind.choices]
+    assert (names[0], names[-1]) == (KEEP, FULL)
+    saved = [choice.saved_bytes for choice in kind.choices]
+    assert saved == sorted(saved, reverse=True) and not kind.choices[0].reruns
+    # Two sums forward and two backward of a hidden state; keys and values for the ring.
+    assert kind.summed_forward_bytes == kind.summed_backward_bytes == kind.ring_bytes == 2 * 64 * 4096 * 2
+    assert kind.boundary_bytes == 64 * 4096 * 2
+
+
+def test_more_layers_are_like_those_that_were_captured() -> None:
+    few, more = deeper(table_of("llama-7b", layers=3), 5), table_of("llama-7b", layers=5)
+    assert few.row == more.row and few.parameter_bytes == more.parameter_bytes
+    assert few.kinds == more.kinds and (few.first, few.last) == (more.first, more.last)
+
+
+def test_layers_that_differ_are_not_taken_for_alike() -> None:
+    table = table_of("t5-base", layers=2)
+    assert not is_uniform(table)
+    with pytest.raises(UsageError, match="not alike"):
+        deeper(table, 26)
+
+
+def test_layers_are_shared_only_where_their_heads_can_be() -> None:
+    assert table_of("gemma3-1b", layers=2).tensor_degrees == (1,)  # one head for keys and values
+
+
+def test_experts_are_found_by_their_stacked_weights() -> None:
+    table = table_of("mixtral-1b", layers=2)
+    kind = table.kinds[-1]
+    assert table.experts == 8 and kind.expert_share > 0.9
+    assert set(table.tensor_degrees) >= {1, 2, 4}
+    assert kind.summed_forward_bytes == 2 * kind.boundary_bytes  # of attention and of experts
+    assert kind.routed_bytes and any(work.of_experts for work in kind.forward)
+
+
+def test_tied_weights_are_counted_once() -> None:
+    table = table_of("gpt2", layers=2)
+    loaded = zoo.build("gpt2", batch_size=1, seq_len=64, layers=2, dtype="bfloat16", fake_mode=fake_mode())
+    assert table.tied_bytes and table.parameter_bytes == sum(2 * p.numel() for p in loaded.model.parameters())
+
+
+def test_estimates_are_near_what_the_planner_itself_finds() -> None:
+    loaded = zoo.build("llama-7b", batch_size=1, seq_len=512, layers=3, dtype="bfloat16", fake_mode=fake_mode())
+    answer = best_splits(
+        loaded.model,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
+        gpus=8,
+        global_batch=128,
+        device="h100",
+        optimizer="adamw",
+        master_weights=True,
+        engines=("torchtitan",),
+        top=20,
+    )
+    own = {REPLICATED: "ddp", FSDP2: "fsdp2"}
+    alone = [one for one in answer.best if one.split.data == 8 and one.split.sharding in own]
+    assert alone
+    for one in alone[:2]:
+        samples = zoo.build(
+            "llama-7b", batch_size=one.split.micro_batch, seq_len=512, layers=3, dtype="bfloat16", fake_mode=fake_mode()
+        )
+        training = Training(
+            optimizer="adamw",
+            master_weights=True,
+            gradient_accumulation=one.split.micro_batches(128) > 1,
+            data_parallel=own[one.split.sharding],
+            ranks=8,
+        )
+        inputs = Inputs.of(samples.example_args, samples.example_kwargs)
+        target = Target("h100", cost_model="roofline")
+        step = planner.study(samples.model, inputs, training=training, search=Search(deterministic=True), target=target)
+        device = answer.question.device
+        plan = step.plan(budget=answer.question.memory_bytes + device.library_bytes)
+        assert one.peak_bytes == pytest.approx(plan.whole_step_peak_bytes - device.library_bytes, rel=0.03)
+
+
+def test_inputs_of_several_samples_are_refused() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    with pytest.raises(UsageError, match="inputs of one sample"):
+        best_splits(model, torch.zeros(2, 8), gpus=2, global_batch=4, device="h100")
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_are_near_what_the_planner_itself_finds(chunks: int) -> None:
+    micro_batches, samples = 4, 4
+    table = table_of("llama-7b", layers=4, length=512)
+    device = cost_models.device("h100")
+    asked = Question(
+        gpus=2,
+        global_batch=samples * micro_batches,
+        device=device,
+        links=links_of(device),
+        memory_bytes=device.memory_bytes,
+    )
+    estimator, split = Estimator(table, asked), Split(1, 1, 2, 1, 1, samples, chunks, REPLICATED, "megatron")
+    loaded = zoo.build("llama-7b", batch_size=samples, seq_len=512, layers=4, dtype="bfloat16", fake_mode=fake_mode())
+    exact = plan_pipeline(
+        loaded.model,
+        Inputs.of(loaded.example_args, loaded.example_kwargs),
+        target=Target("h100", cost_model="roofline"),
+        training=Training("adamw", master_weights=True),
+        budget="79GiB",
+        stages=2,
+        micro_batches=micro_batches,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+    )
+    estimate = estimator.estimate(split)
+    assert estimate.fits
+    # The planner's own optimizer is no fused kernel, so its step can be a peak of its own: passes alone are compared.
+    passes = max(plan.peak_bytes for stage in exact.stages for plan in stage.plans)
+    assert estimate.peak_bytes == pytest.approx(passes - device.library_bytes, rel=0.03)

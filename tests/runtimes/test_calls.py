@@ -1,0 +1,105 @@
+"""A budget is for one call that begins without gradients: what holds more is said, and nothing else is."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import planner
+from planner.common.options import grouped
+from planner.runtimes._calls import OpenCalls
+from tests.models import Stack, rows
+
+
+def called(calls: OpenCalls, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Call a model as a wrapped one is called."""
+    calls.check()
+    outputs = {"left": model(torch.ones(2, 3)), "right": model(torch.zeros(2, 3)).exp()}
+    calls.begun(outputs)
+    return outputs
+
+
+def test_a_call_before_the_backward_of_the_last_is_said_once() -> None:
+    model = nn.Linear(3, 3)
+    calls = OpenCalls(model)
+    held = [called(calls, model)]
+    with pytest.warns(UserWarning, match="Linear is called again before the backward of its last call"):
+        held.append(called(calls, model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held.append(called(calls, model))
+
+
+@pytest.mark.filterwarnings("error")
+def test_calls_that_are_over_are_not_said() -> None:
+    model = nn.Linear(3, 3)
+    calls = OpenCalls(model)
+    called(calls, model)  # nobody holds it
+    loss = called(calls, model)["right"].sum()
+    loss.backward(retain_graph=True)
+    other = called(calls, model)["left"].sum()
+    other.backward()
+    with torch.no_grad():
+        held = called(calls, model)
+    called(calls, model)
+    assert held
+
+
+def test_a_call_before_the_backward_of_another_model_is_said_once() -> None:
+    models = nn.Linear(3, 3), nn.Bilinear(3, 3, 3)
+    first, second = map(OpenCalls, models)
+    held = called(first, models[0])
+    with pytest.warns(UserWarning, match="Bilinear is called before the backward of Linear, which is planned too"):
+        second.check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.check()
+        held["left"].sum().backward()
+        OpenCalls(models[1]).check()
+
+
+# Gradients that are there when a step begins.
+
+
+def wrap(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    return planner.auto_wrap(Stack(), **grouped(time_limit_seconds=0.2, **options))
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_gradients_that_break_the_budget_are_said_once(runtime: str) -> None:
+    model = wrap(budget="70%", runtime=runtime)
+    model(rows()).backward()
+    plan = planner.plan_of(model)
+    held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + held_bytes
+    with pytest.warns(UserWarning, match="Stack is called while it holds .* of gradients.*gradient_accumulation=True"):
+        model(rows()).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(rows()).backward()
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_gradients_that_are_counted_freed_or_fit_are_not_said() -> None:
+    for options in ({"budget": "85%", "gradient_accumulation": True}, {"activation_budget": "70%"}, {"budget": "1GiB"}):
+        model = wrap(**options)
+        for _ in range(3):
+            model(rows()).backward()
+    model = wrap(budget="70%")
+    for _ in range(3):
+        model(rows()).backward()
+        model.zero_grad()
+
+
+def test_computed_parameters_have_no_gradient_to_look_at() -> None:
+    model = wrap(budget="1GiB")
+    computed = {name: p * 0.9 for name, p in model.named_parameters()}
+    functional_call(model, computed, (rows(),)).backward(retain_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        functional_call(model, computed, (rows(),)).backward()
