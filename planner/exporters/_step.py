@@ -148,6 +148,8 @@ class ExportStep:
             return 0.0, 0
         operations, values = self.graph.operations, self.graph.values
         again = set(self._recorded[module].recompute)
+        if all(operations[index].target in BOOKKEEPING for index in again):
+            return 0.0, 0  # the backward reads nothing of it
         rest = [
             index
             for index in forward_of(self.graph, [module])

@@ -36,8 +36,6 @@ from planner.session.eager_study import study_eager
 from planner.session.step import Options, lower_as_run
 from planner.zoo.modules import MiniGPT
 
-"""What recorded steps called the loss in plan files written before the three ways in had one key for it."""
-
 WIDTH = 64
 
 LossFunction = Callable[[torch.Tensor], torch.Tensor]
