@@ -27,7 +27,13 @@ def group(kind: type[Group], given: Any) -> Group:
     >>> group(Training, "adamw") == Training("adamw")
     True
     """
-    return given if isinstance(given, kind) else kind(given)  # type: ignore[call-arg]
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, (str, int, float, type(None))):
+        name, first = kind.__name__, fields(kind)[0].name  # type: ignore[arg-type]
+        takes = f"planner.{name}(...), or a word for its {first}"
+        raise UsageError(f"{name.lower()} takes {takes}, not {type(given).__name__}")
+    return kind(given)  # type: ignore[call-arg]
 
 
 def flat_name(option: Field[Any]) -> str:

@@ -157,7 +157,7 @@ def test_a_browser_shows_the_figures_and_a_click_chooses_a_layer(browser: Any, p
 
     where = next(i for i, layer in enumerate(plan.placement) if layer.module == "transformer.h.2")
     page.click(f"button[data-layer='{where}']")
-    assert re.match(r"transformer.h.2\s*saves 6.2 MiB, frees 10.0 MiB; runs 4", page.inner_text("#layer"))
+    assert re.match(r"transformer.h.2\s*saves 6.2 MiB, frees 10.0 MiB; 4 operations rec", page.inner_text("#layer"))
     (hot,) = page.query_selector_all("tr.hot")
     assert hot.inner_text().startswith("transformer.h.2")
 

@@ -805,7 +805,8 @@ def run_pipeline(
     others = live()
     stages, schedule = scheduled(kind, rank, **(around or {}))
     args, kwargs = given(stages, seed)
-    plan = wrap_pipeline(schedule, *args, **grouped(**kwargs, **options, **asked)) if asked else None
+    labels = kwargs.get("target")
+    plan = wrap_pipeline(schedule, *args, labels=labels, **grouped(**options, **asked)) if asked else None
 
     def run() -> None:
         for stage in stages:
@@ -868,7 +869,8 @@ def documented(rank: int) -> dict[str, Any]:
 def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
     stages, schedule = scheduled(kind, rank, micro_batches)
     args, kwargs = given(stages)
-    wrap_pipeline(schedule, *args, **grouped(**{"budget": "80%", **kwargs, **options}))
+    asked = {"budget": "80%", "labels": kwargs.get("target"), **options}
+    wrap_pipeline(schedule, *args, **grouped(**asked))
 
 
 def in_parts(module: Any) -> nn.Module:
@@ -888,7 +890,7 @@ def pipeline_errors(rank: int) -> dict[str, Any]:
         "own_weights": refused(lambda: wrap_pipeline(own_weights, budget="80%")),
         "differ": refused(lambda: wrapped(rank, gpipe, MICRO_BATCHES + 2 * rank)),
         "tight": refused(lambda: wrapped(rank, gpipe, budget="1%" if rank else "80%")),
-        "no_target": refused(lambda: wrapped(rank, gpipe, target=None)),
+        "no_target": refused(lambda: wrapped(rank, gpipe, labels=None)),
         "sharded": refused(lambda: wrap_pipeline(scheduled(gpipe, rank, around=in_parts)[1], budget="80%")),
         "no_schedule": refused(lambda: wrap_pipeline(Part(0), data(0), budget="80%")),
     }

@@ -287,7 +287,7 @@ def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path
         assert "is sharded with FSDP2, and in parts" in result["sharded"]["message"]
         assert "make the stages and the schedule as without a plan" in result["no_schedule"]["message"]
     assert last["tight"]["error"] == "NoPlanFitsError" and "rank 1 of the pipeline binds" in last["tight"]["message"]
-    assert last["no_target"]["error"] == "UsageError" and "give the target" in last["no_target"]["message"]
+    assert last["no_target"]["error"] == "UsageError" and "give labels" in last["no_target"]["message"]
     for wrong in ("tight", "no_target"):
         assert first[wrong]["message"] == (
             f"rank 1 failed while it planned its stages: {last[wrong]['error']}: {last[wrong]['message']}"

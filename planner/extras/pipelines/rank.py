@@ -314,7 +314,7 @@ class _Rank:
         if not stage.is_last:
             return replace(self.options, loss=LossMemory(is_known=True)), None
         if self.target is None:
-            raise UsageError("the last stage is on this rank: give the target, as schedule.step is called with")
+            raise UsageError("the last stage is on this rank: give labels, as schedule.step is called with its target")
         target, device = self.rank.target_of(self.target), self.options.target.device
         memory, taken = loss.passes_of(stage.submod, inputs, self.rank.loss, target, device)
         return replace(self.options, loss=LossMemory(is_known=True, outputs=memory.outputs)), taken
