@@ -222,7 +222,7 @@ def test_a_study_offloads_as_a_plan_does() -> None:
     told = {**OPTIONS, "deterministic": True, "compare": False}
     plan = planner.plan(Stack(), rows(), **grouped(activation_budget="45%", **told))
     del told["runtime"]
-    asked = step.plan(activation_budget="45%", **told)
+    asked = step.plan(**grouped(activation_budget="45%", **told))
     for found in (plan, asked):
         assert found.offloading is not None and found.offloading.modules
     assert replace(asked, capture_seconds=plan.capture_seconds, solve_seconds=plan.solve_seconds) == plan
