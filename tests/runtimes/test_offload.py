@@ -280,7 +280,7 @@ def test_what_a_plan_offloads_survives_its_file_and_shows_in_the_report():
     with Console(record=True, width=100, file=open("/dev/null", "w")) as console:
         render(plan, console, full=True)
     text = console.export_text()
-    assert "offloaded" in text.splitlines()[0] and "on the host" in text and "in the host's memory" in text
+    assert "offloaded" in text.splitlines()[0] and "MiB offloaded;" in text and "in the host's memory" in text
     with pytest.raises(PlanMismatchError, match="offloads output"):
         other = transformer(1)[0]
         with_offloads(other, Schedule.keep_all(other), plan.offloading)
