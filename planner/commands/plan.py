@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
-from planner.commands._options import AboutModel, budget_options, planning_options, rare
+from planner.commands._options import AboutModel, budget_options, planning_options
 from planner.commands._terminal import hand_out, show
 from planner.common import timings
 from planner.common.limits import Progress
@@ -35,16 +35,11 @@ class _Plan(AboutModel):
         results = planning_options(parser)
         results.add_argument("--save", metavar="PLAN", help="write the plan, for auto_wrap and verify")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
-        rare(
-            results.add_argument(
-                "--memory-viz", metavar="FILE.pickle", help="write predicted allocations for pytorch.org/memory_viz"
-            )
-        )
         results.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
 
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
-        _asked.check_writable(args.save, args.html, args.memory_viz)
+        _asked.check_writable(args.save, args.html)
         if not _names_a_budget(args):
             return _report_budgets(args)
         return _report_plan(args, write=partial(_write, args))
@@ -67,13 +62,10 @@ class _Verify(AboutModel):
 
 def _write(args: argparse.Namespace, plan: Plan) -> None:
     from planner.common.atomic import write_text
-    from planner.plans import memory_viz
     from planner.report.page import to_html
 
     if args.save:
         plan.save(args.save)
-    if args.memory_viz:
-        memory_viz.save(plan, args.memory_viz)
     if args.html:
         write_text(args.html, to_html(plan))
 

@@ -279,24 +279,8 @@ class MoreMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """Memory that the planned step takes and gives back, there from one position in the order of runs to another."""
-
-    size_bytes: int
-    born: int
-    died: int
-    kind: str
-    operation: str
-    module: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDetails:
-    """The step over time, without recompute and as planned, and what it has made that is there at the peak.
-
-    All memory of the planned step is not part of a plan file, nor of comparisons.
-    """
+    """The step over time, without recompute and as planned, and what it has made that is there at the peak."""
 
     before: Timeline = field(metadata={"at": "timeline.before"})
     after: Timeline = field(metadata={"at": "timeline.after"})
@@ -304,7 +288,6 @@ class StepDetails:
     one_more_gib: MoreMemory | None = None
     modules: tuple[LayerPlacement, ...] = field(default=(), repr=False, metadata={"columns": True, "left_out": True})
     """What happens to every module, each without its parts, in forward order."""
-    allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,14 +236,12 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     assert found.out == ""
 
 
-def test_the_report_as_page_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
-    page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
-    done = run("plan", "minigpt", "--budget", "80%", "--html", str(page), "--memory-viz", str(snapshot))
-    assert done.code == 0
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
+def test_the_report_as_page(run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert run("plan", "minigpt", "--budget", "80%", "--html", str(page)).code == 0
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     nowhere = str(tmp_path / "missing" / "file")
-    for option in ("--html", "--memory-viz"):
-        run("plan", "minigpt", "--budget", "80%", option, nowhere).assert_error(2, "cannot write")
+    run("plan", "minigpt", "--budget", "80%", "--html", nowhere).assert_error(2, "cannot write")
 
 
 def test_a_truncated_plan_file(run: Any, tmp_path: Path) -> None:
