@@ -15,7 +15,6 @@ import cost_models
 from cost_models.devices import device_names
 from planner.analysis.audit import Audit
 from planner.analysis.strategy_comparison import NEAR, Established
-from planner.analysis.trade_off.curve import Suggestions
 from planner.common.program import NAME, program
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import OWN, ComparisonRow, Plan
@@ -112,22 +111,6 @@ def notes(plan: Plan, called: str = NAME) -> Iterator[str]:
         yield f"As planned it also fits on {', '.join(only)}"
     model = shlex.quote(plan.model) if plan.model else "MODEL"
     yield f"The whole curve: {called} what-if {model}"
-
-
-def render_suggestions(found: Suggestions, typed: str, console: Console) -> None:
-    """Print budgets to choose from, and what was typed with each of them added."""
-    line = f"NO BUDGET GIVEN · the model's own step takes {format_bytes(found.own_peak_bytes)} on {found.device}"
-    if found.memory_bytes < found.smallest_bytes:
-        line += f", and no plan fits its {format_bytes(found.memory_bytes)}"
-    shown = table(
-        "Budgets to choose from",
-        found.budgets,
-        ("budget", lambda row: row.name, str),
-        ("size", lambda row: row.budget_bytes, sizes(row.budget_bytes for row in found.budgets)),
-        ("step time", lambda row: row.step_time, signed_percent),
-    )
-    lines = [Text(f"{typed} --budget {row.text}") for row in found.budgets]
-    print_report(console, line, shown, Text("\n").join(lines))
 
 
 def render_audit(audit: Audit, console: Console) -> None:
