@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
@@ -17,7 +14,7 @@ from planner.commands import _asked
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
 from planner.commands._terminal import INTERRUPTED, Interrupts, hand_out, quiet, reporting
 from planner.common.options import Offload, Runtime, Search, Target, Training, picked
-from planner.errors import PlannerError, UsageError
+from planner.errors import UsageError
 
 if TYPE_CHECKING:
     from planner.analysis.study import Study
@@ -26,9 +23,7 @@ if TYPE_CHECKING:
     from planner.analysis.trade_off.curve import CurveSweep
     from planner.capture.inputs import Inputs
     from planner.capture.torch_internals import FakeTensorMode
-    from planner.exporters._export import Export
     from planner.ir.schedule import Schedule
-    from planner.plans.plan import Plan
     from planner.report.progress import Shown
     from planner.session.sizes import StudiesBySize
     from planner.zoo import ZooModel
@@ -36,9 +31,6 @@ if TYPE_CHECKING:
 _DEFAULT_SECONDS = 25.0
 
 _SIZES = ("batch_size", "seq_len")
-
-_EXPORTS = ("fsdp", "huggingface", "megatron", "jax")
-"""Frameworks that the page of each plan is put into the words of."""
 
 
 class _WhatIf(AboutModel):
@@ -87,7 +79,7 @@ class _WhatIf(AboutModel):
         with quiet(args.debug), reporting(args.debug) as progress:
             asking = _Asking(args, progress)
             interrupted = asking.run()
-        _hand_out(asking.answers(interrupted=interrupted), args, asking.exports)
+        _hand_out(asking.answers(interrupted=interrupted), args)
         if interrupted:
             print("interrupted: what was done by then is kept", file=sys.stderr)
             return INTERRUPTED
@@ -135,9 +127,6 @@ class _Asking:
         self.sizes: dict[str, SizeSearch] = {}
         self.devices: DeviceSearch | None = None
         self.methods: MethodSweep | None = None
-        self.plans: tuple[Plan, ...] = ()
-        self.exports: dict[int, list[Export]] = {}
-        """Of the plan of each budget, in bytes."""
         self._mode: FakeTensorMode | None = None
         self._studies: StudiesBySize | None = None
         """Of the model that was built for a size."""
@@ -160,7 +149,7 @@ class _Asking:
         with Interrupts() as interrupts:
             try:
                 self.sweep.run(count)
-                for start in chain(self.further(), self.exporting()):
+                for start in self.further():
                     start()
                     interrupts.check()
             except KeyboardInterrupt:
@@ -188,51 +177,21 @@ class _Asking:
             self.sizes[name] = search
             yield search.run
         if args.devices:
-            self.devices = DeviceSearch(args.devices, self.study, for_one_row(self.search), self.offload)
+            self.devices = DeviceSearch(args.devices, self.study_on, for_one_row(self.search), self.offload)
             yield self.devices.run
         if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
             self.methods = MethodSweep(solvers, sweep, self.partitioned)
             yield partial(self.methods.run, self.shown.count)
 
-    def exporting(self) -> Iterator[Callable[[], None]]:
-        """Return what puts the plans of the page into the words of other frameworks, the one shown first to begin.
-
-        That takes as long as the curve at most; a plan that a framework cannot be told is left out.
-        """
-        from planner import exporters
-
-        if not self.args.html:
-            return
-        assert self.sweep is not None
-        self.plans, curve, began = tuple(self.sweep.plans()), self.sweep.curve(), time.perf_counter()
-        studies = {self.args.runtime: self.sweep.study}
-        for runtime in {exporters.runtime_for(to) for to in _EXPORTS} - set(studies):
-            with suppress(PlannerError):  # a model that only one runtime can plan
-                self.shown("capturing the step for exports")
-                studies[runtime] = self.study(runtime=runtime)
-        best = curve.asked or curve.knee
-
-        def export(plan: Plan) -> None:
-            self.exports[plan.budget_bytes] = made = []
-            for to in _EXPORTS:
-                with suppress(PlannerError):
-                    made.append(exporters.export(plan, to=to, study=studies.get(exporters.runtime_for(to))))
-
-        for plan in sorted(self.plans, key=lambda plan: best is None or plan.budget_bytes != best.budget_bytes):
-            if self.search.deterministic or time.perf_counter() - began < self.search.time_limit_seconds:
-                yield partial(export, plan)
-
-    def study(self, device: str | None = None, runtime: str | None = None) -> Study:
-        """Capture the step, for another device or runtime if one is named."""
+    def study_on(self, device: str) -> Study:
+        """Capture the step for another device."""
         import planner
 
-        args = _with(self.args, device=device) if device else self.args
-        if device is None and runtime is None:
-            return self.first()
+        args = _with(self.args, device=device)
         asked = _asked.keywords(args, Search, Target, Training)
-        return _asked.ask(planner.study, _asked.load(args, real=False), runtime=runtime or args.runtime, **asked)
+        return _asked.ask(planner.study, _asked.load(args, real=False), runtime=args.runtime, **asked)
 
-    def first(self) -> Study:
+    def study(self) -> Study:
         """Capture the step that the curve is of; all sizes are captured with it that change nothing but its inputs."""
         loaded = self.built(self.args)
         asked = {name: getattr(self.args, f"{name}s") for name in _SIZES}
@@ -286,7 +245,7 @@ class _Asking:
             devices=self.devices.rows if self.devices else (),
             methods=self.methods.methods if self.methods else (),
             interrupted=interrupted,
-            plans=self.plans or tuple(self.sweep.plans()) if self.args.html else (),
+            plans=tuple(self.sweep.plans()) if self.args.html else (),
         )
 
 
@@ -300,7 +259,7 @@ def _inputs_of(loaded: ZooModel) -> Inputs:
     return Inputs.of(loaded.example_args, loaded.example_kwargs)
 
 
-def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:
+def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     from planner.analysis.trade_off.answers import csv_text
     from planner.common.atomic import write_text
     from planner.report import curve_chart
@@ -311,7 +270,7 @@ def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, 
     if args.html:
         from planner.report.page.what_if import what_if_page
 
-        write_text(args.html, what_if_page(answers, exports))
+        write_text(args.html, what_if_page(answers))
     if args.plot:
         curve_chart.write_picture(args.plot, answers.curve, answers.methods)
     hand_out(answers.report(), args.json, partial(render_what_if, answers))
