@@ -100,7 +100,7 @@ def joined(alive: Iterable[AliveTensors]) -> tuple[AliveTensors, ...]:
 
 def _sum(alive: Sequence[AliveTensors], **called: str) -> AliveTensors:
     count, size_bytes = sum(one.count for one in alive), sum(one.size_bytes for one in alive)
-    return replace(alive[0], count=count, size_bytes=size_bytes, **called)  # type: ignore[arg-type]
+    return replace(alive[0], count=count, size_bytes=size_bytes, **called)
 
 
 def _joined(modules: list[str]) -> str:

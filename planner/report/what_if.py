@@ -38,7 +38,7 @@ def further(answers: Answers) -> Iterator[RenderableType]:
     if answers.methods:
         yield _methods(answers.methods)
         yield from (Text(f"{method.name}: {method.reason}") for method in answers.methods if method.reason)
-    yield Text(_origin(answers))
+    yield Text(_origin(answers.curve))
 
 
 def verdict(curve: TradeOffCurve) -> str:
@@ -129,9 +129,8 @@ def _largest(axis: SizeAxis) -> str:
         return f"No {axis.name} was looked at."
     if largest is None or best is None or best.per_second is None:
         return f"No {axis.name} fits {budget}, not even {axis.rows[0].size}."
-    seen = "largest that fits" if axis.is_complete else "largest seen so far that fits"
     return (
-        f"The {seen} {budget} is a {axis.name} of {largest.size}; "
+        f"The largest that fits {budget} is a {axis.name} of {largest.size}; "
         f"{best.size} trains most: {_rate(best.per_second)} {axis.unit} a second."
     )
 
@@ -164,11 +163,10 @@ def _methods(methods: tuple[Method, ...]) -> RenderableType:
     )
 
 
-def _origin(answers: Answers) -> str:
-    curve = answers.curve
-    left = "" if not answers.interrupted else " Interrupted: this is what was done by then."
+def _origin(curve: TradeOffCurve) -> str:
+    host = ""
     if curve.host_budget_bytes is not None:
-        left = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory.{left}"
+        host = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory."
     eager = curve.eager
     beside = (
         ""
@@ -180,7 +178,7 @@ def _origin(answers: Answers) -> str:
     )
     return (
         f"The step without recompute takes {format_seconds(curve.baseline_step_seconds)} by the {curve.cost_model} "
-        f"cost model of {curve.device}; torch {curve.torch}.{beside}{left}"
+        f"cost model of {curve.device}; torch {curve.torch}.{beside}{host}"
     )
 
 

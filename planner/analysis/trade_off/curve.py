@@ -42,10 +42,10 @@ _LEAST_SECONDS = 0.1
 
 
 class CurveSweep:
-    """A curve in the making; what is done can be asked for at any time.
+    """A curve in the making.
 
-    The ends come first, then the middle, then the middles of the halves, and so on: a curve that is interrupted
-    spans the whole range, and every point has a neighbour on both sides.
+    The ends come first, then the middle, then the middles of the halves, and so on: every point has a neighbour on
+    both sides.
 
     The search is for the whole curve: each point has an equal share of what is left. ``"auto"`` goes on from the plans
     and bounds of other points while it solves; what other solvers find is held against these when they are done.
