@@ -11,8 +11,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-import cost_models
-from cost_models.devices import device_names
 from planner.analysis.audit import Audit
 from planner.analysis.strategy_comparison import NEAR, Established
 from planner.common.program import NAME, program
@@ -72,7 +70,7 @@ def methods(plan: Plan) -> Iterator[ComparisonRow]:
 
 
 def render_budgets(plan: Plan) -> Group:
-    """Show what other budgets would buy, and the accelerators that the step fits on."""
+    """Show what other budgets would buy."""
     shown = table(
         "With more memory, or less",
         budgets(plan),
@@ -80,7 +78,7 @@ def render_budgets(plan: Plan) -> Group:
         ("size", lambda row: row[1], sizes([plan.budget_bytes])),
         ("step time", lambda row: row[2], signed_percent),
     )
-    return Group(shown, *map(Text, notes(plan, program())))
+    return Group(shown, Text(whole_curve(plan, program())))
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
@@ -95,22 +93,9 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
         yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 
 
-def notes(plan: Plan, called: str = NAME) -> Iterator[str]:
-    """Say which accelerators of the table have the memory, and what to call for more."""
-    memory = {name: cost_models.device(name).memory_bytes for name in device_names() if name != "cpu"}
-    planned = [name for name in memory if memory[name] >= plan.whole_step_peak_bytes]
-    unplanned = [name for name in memory if memory[name] >= max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)]
-    only = [name for name in planned if name not in unplanned]
-    if len(unplanned) == len(memory):
-        yield f"By memory alone the step fits on each of the {len(memory)} accelerators of the table, planned or not"
-    elif not planned:
-        yield "By memory alone the planned step fits on no accelerator of the table"
-    else:
-        yield f"By memory alone the step fits without recompute on {', '.join(unplanned) or 'no accelerator'}"
-    if only:
-        yield f"As planned it also fits on {', '.join(only)}"
-    model = shlex.quote(plan.model) if plan.model else "MODEL"
-    yield f"The whole curve: {called} what-if {model}"
+def whole_curve(plan: Plan, called: str = NAME) -> str:
+    """Say what to call for more budgets."""
+    return f"The whole curve: {called} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"
 
 
 def render_audit(audit: Audit, console: Console) -> None:
