@@ -78,7 +78,7 @@ def render_budgets(plan: Plan) -> Group:
         ("size", lambda row: row[1], sizes([plan.budget_bytes])),
         ("step time", lambda row: row[2], signed_percent),
     )
-    return Group(shown, Text(whole_curve(plan, program())))
+    return Group(shown, Text(f"The whole curve: {what_if(plan, program())}"))
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
@@ -93,9 +93,9 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
         yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 
 
-def whole_curve(plan: Plan, called: str = NAME) -> str:
-    """Say what to call for more budgets."""
-    return f"The whole curve: {called} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"
+def what_if(plan: Plan, called: str = NAME) -> str:
+    """Return what to type for more budgets."""
+    return f"{called} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"
 
 
 def render_audit(audit: Audit, console: Console) -> None:
