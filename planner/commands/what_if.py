@@ -32,7 +32,7 @@ class _WhatIf(AboutModel):
     name = "what-if"
     summary = "overhead over budget, and other batch sizes, devices and solvers"
     examples = (
-        "what-if gpt2 --budget 12GiB --plot curve.png",
+        "what-if gpt2 --budget 12GiB --html curve.html",
         "what-if gpt2 --budget 20GiB --batch-sizes 1..64",
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
         "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
@@ -66,7 +66,6 @@ class _WhatIf(AboutModel):
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
         add(planning, Offload)
         group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
-        group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
 
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
@@ -82,7 +81,6 @@ def _check(args: argparse.Namespace) -> None:
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import answers as methods
     from planner.analysis.trade_off import ranges
-    from planner.report import curve_chart
 
     _asked.check_model(args)
     picked(Training, vars(args))
@@ -100,8 +98,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
     zoo.check_sizes(args.model or args.name, sizes)
     _asked.check_writable(args.json, args.html)
-    if args.plot:
-        curve_chart.check_picture(args.plot)
 
 
 class _Asking:
@@ -199,15 +195,12 @@ def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
 
 def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     from planner.common.atomic import write_text
-    from planner.report import curve_chart
     from planner.report.what_if import render as render_what_if
 
     if args.html:
         from planner.report.page.what_if import what_if_page
 
         write_text(args.html, what_if_page(answers))
-    if args.plot:
-        curve_chart.write_picture(args.plot, answers.curve, answers.methods)
     hand_out(answers.report(), args.json, partial(render_what_if, answers))
 
 

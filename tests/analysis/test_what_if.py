@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +33,6 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import cheapest_within, every_nth_layer
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
-from planner.report import curve_chart
 from planner.report.what_if import render as render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
@@ -280,20 +278,6 @@ def fixed_curve() -> TradeOffCurve:
     )  # fmt: skip
 
 
-def test_pictures_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("curve.png", "curve.svg"):
-        curve_chart.check_picture(str(tmp_path / name))
-        curve_chart.write_picture(str(tmp_path / name), fixed_curve())
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert ElementTree.parse(tmp_path / "curve.svg").getroot().tag.endswith("svg")
-    with pytest.raises(UsageError, match=r"ends in \.png or \.svg"):
-        curve_chart.check_picture(str(tmp_path / "curve.pdf"))
-    monkeypatch.setattr(curve_chart, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"checkpoint-planner\[plot\]"):
-        curve_chart.check_picture(str(tmp_path / "curve.png"))
-
-
 # Other axes.
 
 
@@ -523,8 +507,7 @@ def test_budgets_of_both_kinds_are_compared_once_the_peak_is_known() -> None:
         (["--solvers", "ilps"], "did you mean"),
         (["--solver", "magic"], "no solver"),
         (["--json", "no/such/place.json"], "no directory"),
-        (["--csv", "no/such/place.csv"], "no directory"),
-        (["--plot", "curve.gif"], "ends in"),
+        (["--html", "no/such/place.html"], "no directory"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_captured(

@@ -59,7 +59,6 @@ ONLY_IN = {
         "planner.extras.splits.report",
     ),
     "jinja2": ("planner.report",),
-    "matplotlib": ("planner.report.curve_chart",),
     "plotext": ("planner.report.curve_chart",),
     "transformers": ("planner.zoo.transformers",),
 }
@@ -178,9 +177,8 @@ def test_what_is_installed_is_what_is_imported():
     declared = {line.split(">=")[0] for line in config["options"]["install_requires"].split()}
     imported = {package for name in MODULES for package in map(_package, imports(name))}
     imported -= {"planner", "cost_models", "cli", *sys.stdlib_module_names}
-    for extra, package in (("plot", "matplotlib"), ("zoo", "transformers")):
-        assert config["options.extras_require"][extra].split(">=")[0].strip() == package
-    assert declared == (imported - {"matplotlib"}) | {"highspy", "numpy", "pulp"}  # imported by name
+    assert declared == imported | {"highspy", "numpy", "pulp"}  # imported by name
+    assert config["options.extras_require"]["zoo"].split(">=")[0].strip() == "transformers"
 
 
 def _violations(wrong, names: Iterable[str] = MODULES) -> dict[str, list[str]]:
