@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from planner.common import json_reader
 from planner.common.atomic import write_text
-from planner.common.json_reader import parse, to_data
+from planner.common.json_reader import attributes, parse, to_data
 from planner.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
@@ -27,6 +27,16 @@ from planner.plans.values import ValueTable
 
 SCHEMA = 1
 """Version of the JSON that reports and plan files share."""
+
+
+def header(of: Any) -> dict[str, Any]:
+    """Return what every report begins with: what the step is of, and what it needs without recompute."""
+    return {
+        "schema": SCHEMA,
+        **attributes(of, "model", "torch", "device", "cost_model"),
+        "baseline": {"peak_bytes": of.baseline_peak_bytes, "step_seconds": of.baseline_step_seconds},
+    }
+
 
 _OF_THE_FILE = ("fingerprint", "decisions", "order", "values")
 """Keys that a plan file has beside those of a report."""

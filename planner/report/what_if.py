@@ -13,8 +13,15 @@ from planner.analysis.trade_off.axes import DeviceRow, Outcome, SizeAxis, SizeRo
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
 from planner.report.curve_chart import draw
-from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
+from planner.report.style import Column, at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
 from planner.report.verdict import none_needs_less
+
+_OF_OUTCOMES: tuple[Column, ...] = (
+    ("overhead", lambda row: row.outcome.overhead, signed_percent),
+    ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
+    ("step", lambda row: row.outcome.step_seconds, format_seconds),
+)
+"""Columns of a table whose rows have an outcome."""
 
 
 def render(answers: Answers, console: Console) -> None:
@@ -108,9 +115,7 @@ def _sizes(name: str, axis: SizeAxis) -> RenderableType:
         axis.rows,
         ("size", lambda row: row.size, str),
         ("peak", lambda row: _needed(row.outcome), str),
-        ("overhead", lambda row: row.outcome.overhead, signed_percent),
-        ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
-        ("step", lambda row: row.outcome.step_seconds, format_seconds),
+        *_OF_OUTCOMES,
         (f"{axis.unit}/s", lambda row: row.per_second, _rate),
         ("", marks, str),
         bold=marks,
@@ -143,9 +148,7 @@ def _devices(rows: tuple[DeviceRow, ...]) -> RenderableType:
         ("memory", lambda row: row.memory_bytes, format_bytes),
         ("fits", lambda row: row.outcome.fits, yes_or_no),
         ("without recompute", lambda row: row.baseline_peak_bytes, format_bytes),
-        ("overhead", lambda row: row.outcome.overhead, signed_percent),
-        ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
-        ("step", lambda row: row.outcome.step_seconds, format_seconds),
+        *_OF_OUTCOMES,
     )
 
 
