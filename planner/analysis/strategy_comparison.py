@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from planner import solvers, strategies
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.common.json_reader import attributes
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.comparison import Evaluated, cheapest_within, evaluate
-from planner.plans.plan import SCHEMA, ComparisonRow
+from planner.plans.plan import ComparisonRow, header
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 
@@ -38,9 +37,7 @@ class Established:
     def report(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return {
-            "schema": SCHEMA,
-            **attributes(self, "model", "torch", "device", "cost_model"),
-            "baseline": {"peak_bytes": self.baseline_peak_bytes, "step_seconds": self.baseline_step_seconds},
+            **header(self),
             "strategies": [{**asdict(row), "gap": row.gap} for row in self.rows],
             "absent": [{"name": name, "reason": reason} for name, reason in self.absent.items()],
         }

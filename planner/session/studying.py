@@ -239,9 +239,8 @@ def what_if(
     axes: dict[str, SizeAxis] = {}
     for name, wanted in asked.items():
         how: dict[str, Any] = {"study_at": partial(sized, name), "offload": options.offload}
-        found = SizeSearch.along(name, wanted, sweep.asked_bytes, search, samples=example.batch_size, **how)
-        found.run()
-        axes[name] = found.axis_so_far
+        along = SizeSearch.along(name, wanted, sweep.asked_bytes, search, samples=example.batch_size, **how)
+        axes[name] = along.run()
     return replace(curve, batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len"))
 
 
