@@ -16,6 +16,7 @@ from planner.capture.branches import Branches
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.errors import CaptureError
 
 BATCH, WIDTH = 8, 16
@@ -120,9 +121,7 @@ def test_what_the_forward_makes_itself_decides_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_program_for_each_branch_is_captured_once() -> None:
     model = planner.auto_wrap(
-        Looks(LOOKS["at a tensor"]),
-        budget=planner.Budget(activations="100%"),
-        runtime=planner.Runtime("graph", maximum_shapes=2),
+        Looks(LOOKS["at a tensor"]), **grouped(activation_budget="100%", runtime="graph", maximum_shapes=2)
     )
     for step, labels in enumerate(BATCHES * 2):
         trained(model, step, labels)  # a third capture would be one too many
@@ -219,9 +218,7 @@ def test_a_size_that_varies_is_no_data_whatever_it_is_the_size_of() -> None:
     torch.manual_seed(0)
     plain = Packs()
     wrapped = planner.auto_wrap(
-        copy.deepcopy(plain),
-        budget=planner.Budget(activations="100%"),
-        runtime=planner.Runtime("graph", maximum_shapes=2),
+        copy.deepcopy(plain), **grouped(activation_budget="100%", runtime="graph", maximum_shapes=2)
     )
     for length in (8, 12, 20, 10):  # one capture at a size, and one with symbols
         losses = []

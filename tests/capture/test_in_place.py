@@ -12,6 +12,7 @@ from torch.nn import functional
 import planner
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import form_in_place
+from planner.common.options import grouped
 from planner.ir.graph import named_by, operator_name
 
 aten = torch.ops.aten
@@ -27,9 +28,7 @@ def joins(model: nn.Module, *args: torch.Tensor) -> set[tuple[str, ...]]:
 
 def assert_carried_out(model: nn.Module, *args: torch.Tensor, budget: str = "100%") -> planner.Plan:
     """Hold bits against eager, and the peak against the plan."""
-    planned = planner.auto_wrap(
-        copy.deepcopy(model), budget=planner.Budget(activations=budget), search=planner.Search(deterministic=True)
-    )
+    planned = planner.auto_wrap(copy.deepcopy(model), **grouped(activation_budget=budget, deterministic=True))
 
     def step(each: nn.Module) -> list[torch.Tensor | None]:
         each.zero_grad()
@@ -163,9 +162,7 @@ class Foreign(nn.Module):
 def test_what_an_operator_from_elsewhere_makes_stays() -> None:
     torch.manual_seed(0)
     model, x = Foreign(), torch.randn(32, WIDTH)
-    planned = planner.auto_wrap(
-        copy.deepcopy(model), budget=planner.Budget(activations="100%"), search=planner.Search(deterministic=True)
-    )
+    planned = planner.auto_wrap(copy.deepcopy(model), **grouped(activation_budget="100%", deterministic=True))
     planned(x)
     assert any(torch.equal(kept, model.layer(x) * 2.0) for kept in KEPT), "it was written over"
 

@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from planner.common.options import grouped
 from tests.models import Recurrent
 from tests.tiers import tiered
 
@@ -142,9 +143,7 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
     model(x())
     model.to(dtype)
     wide = torch.randn(256, 4, FEATURES, dtype=dtype)
-    plan = planner.plan(
-        model, wide, budget=planner.Budget(activations="85%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    plan = planner.plan(model, wide, **grouped(activation_budget="85%", time_limit_seconds=1.0))
     proof = planner.verify(model, wide, plan, timed_steps=1)
     assert plan.recomputations
     assert proof.exact, proof.differences

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.report import progress
 from planner.session.capture_progress import log_progress
 from tests.models import Stack
@@ -55,12 +56,7 @@ def test_a_step_that_keeps_its_promise_is_what_was_promised() -> None:
 
 @pytest.mark.parametrize("runtime", ["auto", "modules", "regional"])
 def test_the_sizes_that_each_plan_covers_are_named(runtime: str) -> None:
-    model = planner.auto_wrap(
-        Stack(6),
-        budget=planner.Budget(activations="1MiB"),
-        search=planner.Search(time_limit_seconds=1.0),
-        runtime=runtime,
-    )
+    model = planner.auto_wrap(Stack(6), **grouped(activation_budget="1MiB", time_limit_seconds=1.0, runtime=runtime))
     plans = {}
     for rows in (200, 64, 90, 300, 64):
         model(torch.randn(rows, 32)).backward()

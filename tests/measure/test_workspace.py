@@ -108,17 +108,13 @@ def assert_peak_is_as_predicted(model: nn.Module, x: torch.Tensor, autocast: boo
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_is_seen_while_the_model_is_traced(autocast: bool) -> None:
-    model = planner.auto_wrap(
-        Blocks(), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(Blocks(), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     assert_peak_is_as_predicted(model, data(), autocast)
 
 
 @pytest.mark.parametrize("solver", tiered(["sqrt", "chain-dp"], slow=["chain-dp"]))
 def test_the_state_of_the_generator_is_counted_where_random_operations_run_again(solver: str) -> None:
-    model = planner.auto_wrap(
-        Blocks(4), budget=planner.Budget(activations="60%"), search=planner.Search(solver, time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(Blocks(4), **grouped(activation_budget="60%", solver=solver, time_limit_seconds=1.0))
     assert_peak_is_as_predicted(model, data())
     again = itertools.chain(*planner.plan_of(model).recomputations.values())
     assert any("native_dropout" in operation for operation in again)
@@ -144,9 +140,7 @@ def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
 @pytest.mark.parametrize("shift", [0.0, 9.0])
 def test_groups_may_be_of_any_size(shift: float) -> None:
     x = data() + shift * (torch.arange(WIDTH) == 1)  # with a shift all rows are of one group
-    model = planner.auto_wrap(
-        Experts(), budget=planner.Budget(activations="100%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(Experts(), **grouped(activation_budget="100%", time_limit_seconds=1.0))
     model(x).backward()
     model.zero_grad()
     plan = planner.plan_of(model)
@@ -214,8 +208,6 @@ def test_what_inductor_writes_itself_is_not_run(monkeypatch: pytest.MonkeyPatch)
         return on_cpu(nodes, device)
 
     monkeypatch.setattr(workspace, "_on_cpu", seen)
-    planner.plan(
-        Blocks(), torch.randn(ROWS, WIDTH), budget="1GiB", runtime="inductor", search=planner.Search(compare=False)
-    )
+    planner.plan(Blocks(), torch.randn(ROWS, WIDTH), **grouped(budget="1GiB", runtime="inductor", compare=False))
     assert {"aten.mm.default", "aten.addmm.default", "aten.native_dropout.default"} <= ran
     assert not {name for name in ran if name.startswith(("aten.add.", "aten.mul.", "prims."))}

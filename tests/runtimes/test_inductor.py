@@ -65,13 +65,7 @@ def test_inductor_hands_its_joint_graph_to_a_partition_of_ours():
 def test_the_peak_is_that_of_the_code():
     # What Inductor fuses is not in memory, and what it orders otherwise is: the graph's peak is another.
     model = Towers()
-    plan = planner.plan(
-        model,
-        inputs(),
-        budget=planner.Budget(activations="75%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    plan = planner.plan(model, inputs(), **grouped(activation_budget="75%", runtime="inductor", time_limit_seconds=1.0))
     assert plan.recomputations
     assert plan.peak_bytes <= plan.budget_bytes
     assert any(finding.rule == "compiled-peak" for finding in plan.warnings)
@@ -96,13 +90,7 @@ class Wide(nn.Module):
 def test_dropout_in_the_code_needs_what_the_operator_of_torch_needs() -> None:
     """It was counted by what planned graphs call in its place, which takes no copy of the mask: 15% too little."""
     model, x = Wide(), torch.randn(512, 64)
-    planner.auto_wrap(
-        model,
-        x,
-        budget=planner.Budget(activations="60%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    planner.auto_wrap(model, x, **grouped(activation_budget="60%", runtime="inductor", time_limit_seconds=1.0))
 
     def step() -> None:
         model(x).backward()
@@ -125,11 +113,7 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
 
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", less)
     plan = planner.plan(
-        Towers(),
-        inputs(),
-        budget=planner.Budget(activations="80%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
+        Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     )
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes >= 0.9 * plan.budget_bytes or not plan.recomputations
@@ -211,13 +195,7 @@ class Images(nn.Module):
 def test_convolutions_and_a_loss_outside_keep_the_bound():
     model = Images()
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    plan = planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="120%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    plan = planner.plan(model, x, **grouped(activation_budget="120%", runtime="inductor", time_limit_seconds=1.0))
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert 0.97 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
     assert proof.agrees, proof.differences
@@ -245,11 +223,7 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     monkeypatch.setattr(from_solution, "baseline_rows", compared)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     plan = planner.plan(
-        Towers(),
-        inputs(),
-        budget=planner.Budget(activations="80%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
+        Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     )
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
@@ -259,13 +233,7 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     assert plan.baselines[-1].overhead == pytest.approx(plan.recompute_seconds / plan.baseline_step_seconds)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
-        planner.plan(
-            Towers(),
-            inputs(),
-            budget=planner.Budget(activations="80%"),
-            runtime="inductor",
-            search=planner.Search(time_limit_seconds=1.0),
-        )
+        planner.plan(Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0))
     model = planner.auto_wrap(Towers(), budget=plan)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
         model(inputs())
@@ -325,12 +293,7 @@ def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
     tokens = torch.arange(256)
     tied, untied = (
         planner.plan(
-            Tied(tied=tied),
-            tokens,
-            budget="1GiB",
-            runtime="inductor",
-            search=planner.Search(compare=False),
-            target=planner.Target(cost_model="roofline"),
+            Tied(tied=tied), tokens, **grouped(budget="1GiB", runtime="inductor", compare=False, cost_model="roofline")
         )
         for tied in (True, False)
     )
@@ -358,9 +321,7 @@ def test_loops_over_much_are_called_apart_and_free_what_they_read(monkeypatch: p
 
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", noting)
     for width in (16, 1024):
-        planner.plan(
-            Sums(width), torch.randn(1024, 16), budget="1GiB", runtime="inductor", search=planner.Search(compare=False)
-        )
+        planner.plan(Sums(width), torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
     assert calls[0] == 1 < calls[1]
 
 

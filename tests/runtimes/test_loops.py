@@ -175,9 +175,7 @@ def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pyt
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
     def planned(anomalies: bool) -> planner.Plan:
         with torch.autograd.set_detect_anomaly(anomalies):
-            return planner.plan(
-                build(), data(), budget="75%", runtime=runtime, search=planner.Search(time_limit_seconds=0.5)
-            )
+            return planner.plan(build(), data(), **grouped(budget="75%", runtime=runtime, time_limit_seconds=0.5))
 
     assert planned(True).budget_bytes == planned(False).budget_bytes
 

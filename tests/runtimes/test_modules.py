@@ -462,9 +462,7 @@ def test_layers_that_a_model_declares_are_the_candidates() -> None:
     model = Stack()
     model.blocks[1] = GradientCheckpointingLayer()
     model.blocks[2] = GradientCheckpointingLayer()
-    plan = planner.plan(
-        model, rows(), budget=planner.Budget(activations="75%"), runtime="modules", search=planner.Search(compare=False)
-    )
+    plan = planner.plan(model, rows(), **grouped(activation_budget="75%", runtime="modules", compare=False))
     assert all(name.startswith(("blocks.1", "blocks.2")) for name in modules_of(plan))
     model.blocks[1].gradient_checkpointing = True
     with pytest.raises(UsageError, match="gradient_checkpointing_disable"):
@@ -603,9 +601,7 @@ def test_what_talks_to_other_processes_is_left_alone(tmp_path: Path) -> None:
 
 def test_auto_falls_back_and_says_why() -> None:
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
-        plan = planner.plan(
-            Branching(), rows(), budget=planner.Budget(activations="70%"), search=planner.Search(compare=False)
-        )
+        plan = planner.plan(Branching(), rows(), **grouped(activation_budget="70%", compare=False))
     assert plan.runtime == "parts"
     assert {"runtime", "depends-on-data"} <= {warning.rule for warning in plan.warnings}
     with pytest.raises(CaptureError, match="one graph"):

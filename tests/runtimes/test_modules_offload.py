@@ -278,20 +278,12 @@ def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:
     assert not found.notes and found.fits
     for best in (found.best, found.within_budget):
         assert best is not None and best.runtime == "modules" and best.added_seconds <= plan.added_seconds
-    layers = planner.audit(
-        Stack(), rows(), runtime="modules", search=planner.Search(time_limit_seconds=2.0), current="every-layer"
-    )
+    layers = planner.audit(Stack(), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=2.0))
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
 
 
 def test_nothing_changes_without_offload() -> None:
-    alone = planner.plan(
-        Stack(),
-        rows(),
-        budget=planner.Budget(activations="70%"),
-        runtime="modules",
-        search=planner.Search(compare=False),
-    )
+    alone = planner.plan(Stack(), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
     allowed = plan_for(Stack(), rows(), "100%")
     assert alone.offloading is None and "offload" not in alone.report()
     assert alone.fingerprint == allowed.fingerprint

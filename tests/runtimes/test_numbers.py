@@ -50,9 +50,7 @@ class Counting(Stack):
 
 def wrapped() -> tuple[nn.Module, nn.Module]:
     model = Annealed(3)
-    return copy.deepcopy(model), planner.auto_wrap(
-        model, budget=planner.Budget(activations="70%"), search=planner.Search(time_limit_seconds=0.5)
-    )
+    return copy.deepcopy(model), planner.auto_wrap(model, **grouped(activation_budget="70%", time_limit_seconds=0.5))
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
@@ -204,12 +202,7 @@ class Noting(Stack):
 
 def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_OFTEN", 2)
-    model = planner.auto_wrap(
-        Noting(),
-        budget=planner.Budget(activations="70%"),
-        runtime="graph",
-        search=planner.Search(time_limit_seconds=0.2),
-    )
+    model = planner.auto_wrap(Noting(), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=0.2))
     for _ in range(2):
         model(rows()).backward()
     with pytest.warns(

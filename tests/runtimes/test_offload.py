@@ -346,9 +346,7 @@ def test_offload_changes_no_bit(case: str):
 def test_host_memory_is_used_again_and_given_back_when_no_backward_comes():
     module, x = perceptrons(), rows(1024, 128)
     pool = host_copies.POOL = host_copies.Pool()
-    planner.auto_wrap(
-        module, budget=planner.Budget(activations="50%"), offload=True, search=planner.Search(time_limit_seconds=1)
-    )
+    planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, time_limit_seconds=1))
     for _ in range(3):
         module(x).backward()
         assert pool.in_use_bytes == 0
@@ -366,9 +364,7 @@ def test_two_steps_at_once_do_not_share_their_places():
     module, inputs = perceptrons(), [rows(1024, 128), 2 * rows(1024, 128)]
     module.eval()  # without dropout, so that the order of steps does not matter
     wanted = [torch.autograd.grad(module(x), list(module.parameters())) for x in inputs]
-    planner.auto_wrap(
-        module, budget=planner.Budget(activations="50%"), offload=True, search=planner.Search(time_limit_seconds=1)
-    )
+    planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, time_limit_seconds=1))
     losses = [module(x) for x in inputs]
     found = [torch.autograd.grad(loss, list(module.parameters())) for loss in reversed(losses)][::-1]
     assert planner.plan_of(module).offloading.values

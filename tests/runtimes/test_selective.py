@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
+from planner.common.options import grouped
 from planner.errors import PlanFileError
 from planner.exporters import carries_exactly
 from planner.ir.checkpoints import Keepable, Region
@@ -33,9 +34,7 @@ WIDTH = 64
 
 
 def plan_of(model: nn.Module, budget: str, x: torch.Tensor = SEQUENCES) -> Plan:
-    return planner.plan(
-        model, x, budget=planner.Budget(activations=budget), runtime="modules", search=planner.Search(compare=False)
-    )
+    return planner.plan(model, x, **grouped(activation_budget=budget, runtime="modules", compare=False))
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:

@@ -137,12 +137,7 @@ def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypa
 
 def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_SECONDS_OF_AN_OPERATION", 0.0)
-    plan = planner.plan(
-        Stack(),
-        rows(256),
-        budget=planner.Budget(activations="40%"),
-        search=planner.Search(compare=False, time_limit_seconds=1.0),
-    )
+    plan = planner.plan(Stack(), rows(256), **grouped(activation_budget="40%", compare=False, time_limit_seconds=1.0))
     model = planner.auto_wrap(Stack(), budget=plan)
     for count in (256, 200, 230, 160, 160, 200):
         made = step(model, rows(count))
@@ -150,12 +145,7 @@ def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> None:
-    plan = planner.plan(
-        Stack(),
-        rows(256),
-        budget=planner.Budget(activations="40%"),
-        search=planner.Search(compare=False, time_limit_seconds=1.0),
-    )
+    plan = planner.plan(Stack(), rows(256), **grouped(activation_budget="40%", compare=False, time_limit_seconds=1.0))
     assert plan.added_seconds > 0 and not in_vain_seconds(plan)
     taken = replace(plan, solver=f"{plan.solver} (reused)")
     freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
@@ -168,9 +158,7 @@ def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> Non
 
 def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> None:
     model = wrap()
-    largest = planner.plan(
-        Stack(), rows(256), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    largest = planner.plan(Stack(), rows(256), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     searches.clear()
     assert step(model, marked(200, largest=256)).budget_bytes == largest.budget_bytes
     for count in (256, 210):
@@ -196,9 +184,7 @@ class Branching(Stack):
 
 def test_a_largest_size_with_a_program_of_its_own_is_captured_by_itself(captures: list[object]) -> None:
     model = wrap(Branching(), runtime="graph")
-    largest = planner.plan(
-        Branching(), rows(256), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    largest = planner.plan(Branching(), rows(256), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     captures.clear()
     small = planner.plan_of(run(model, 200))
     assert len(captures) == 2 and "(200, 32)" in str(small.fingerprint["inputs"])
@@ -313,9 +299,7 @@ class Looking(Stack):
 
 
 def test_what_cannot_be_captured_in_the_middle_and_does_not_fit_is_told_by_its_budget() -> None:
-    whole = planner.plan(
-        Looking(), rows(256), budget="100%", runtime="graph", search=planner.Search(time_limit_seconds=0.5)
-    )
+    whole = planner.plan(Looking(), rows(256), **grouped(budget="100%", runtime="graph", time_limit_seconds=0.5))
     budget_bytes = whole.minimum_feasible_peak_bytes
     model = planner.auto_wrap(Looking(), budget=budget_bytes, search=planner.Search(time_limit_seconds=0.5))
     step(model, rows(256))

@@ -14,6 +14,7 @@ from torch import nn
 import planner
 from planner.capture import recurrent
 from planner.capture.dropout import _WORTH_IT
+from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
@@ -176,10 +177,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
 def wrapped(model: nn.Module) -> nn.Module:
     return planner.auto_wrap(
         copy.deepcopy(model),
-        budget=planner.Budget(activations="85%"),
-        runtime="graph",
-        search=planner.Search(time_limit_seconds=0.2),
-        target=planner.Target(cost_model="roofline"),
+        **grouped(activation_budget="85%", runtime="graph", time_limit_seconds=0.2, cost_model="roofline"),
     )
 
 
@@ -270,10 +268,7 @@ def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(mo
 
     monkeypatch.setattr(sized, "of_calls", spy)
     varying = planner.auto_wrap(
-        Recurrent(),
-        budget=planner.Budget(activations="150%"),
-        runtime="graph",
-        search=planner.Search(time_limit_seconds=0.2),
+        Recurrent(), **grouped(activation_budget="150%", runtime="graph", time_limit_seconds=0.2)
     )
     for rows in (12, 8, 10, 6):
         step(varying, (floats(12, rows, WIDTH),))

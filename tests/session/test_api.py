@@ -53,9 +53,7 @@ def data(rows: int = 512) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def planned() -> planner.Plan:
     torch.manual_seed(0)
-    return planner.plan(
-        Model(), data(), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    return planner.plan(Model(), data(), **grouped(activation_budget="60%", time_limit_seconds=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,7 @@ def test_planning_leaves_the_model_alone() -> None:
 
 def test_planning_a_fake_model_gives_the_same_plan() -> None:
     planned = planner.plan(
-        Model(4), data(), budget=planner.Budget(activations="60%"), search="sqrt"
+        Model(4), data(), **grouped(activation_budget="60%", solver="sqrt")
     )  # no clock decides its plan
     mode = fake_mode()
     with mode:
@@ -161,9 +159,7 @@ def test_python_arguments_are_guarded() -> None:
 
 
 def test_wrapping_again_replaces_the_plan() -> None:
-    model = planner.auto_wrap(
-        Model(), data(), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(Model(), data(), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     planner.auto_wrap(model, data(), budget=planner.Budget(activations="100%"))
     model(data()).backward()
     assert not planner.plan_of(model).recomputations
@@ -187,9 +183,7 @@ def test_a_plan_of_something_else_is_refused(planned: planner.Plan) -> None:
     deeper = planner.auto_wrap(Model(depth=3), budget=planned)
     with pytest.raises(PlanMismatchError, match="made for something else"):
         deeper(data())
-    planner.auto_wrap(
-        deeper, data(), budget=planner.Budget(plan=planned, replan=True), search=planner.Search(time_limit_seconds=1.0)
-    )
+    planner.auto_wrap(deeper, data(), **grouped(plan=planned, replan=True, time_limit_seconds=1.0))
     deeper(data()).backward()
 
 
@@ -337,10 +331,7 @@ def test_resident_bytes_are_counted_once() -> None:
     model = Model()
     model.tied = model.blocks[0][1]  # the same storage under a second name
     plan = planner.plan(
-        model,
-        data(),
-        budget=planner.Budget(activations="100%"),
-        training=planner.Training("adamw", gradient_accumulation=True),
+        model, data(), **grouped(activation_budget="100%", optimizer="adamw", gradient_accumulation=True)
     )
     parameters = sum(p.numel() * 4 for p in model.parameters())
     counters = 64 * len(list(model.parameters()))  # Adam's, one for each parameter, rounded up

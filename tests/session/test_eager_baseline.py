@@ -89,7 +89,7 @@ def test_a_percentage_is_of_what_eager_takes(make: Any) -> None:
 
 def test_what_capture_makes_larger_is_named() -> None:
     plan = planner.plan(
-        Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1), runtime="graph"
+        Thrifty(), torch.randn(1024, 64), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is not None and plan.baseline_peak_bytes > 1.5 * plan.eager.peak_bytes
     (found,) = [w for w in plan.warnings if w.rule == "larger-than-eager"]
@@ -126,9 +126,7 @@ def test_a_training_loop_takes_the_eager_step_where_only_that_fits(
     steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = Thrifty(), torch.randn(1024, 64)
-    planner.auto_wrap(
-        model, budget="1GiB", search=planner.Search(time_limit_seconds=1), target=planner.Target(cost_model="roofline")
-    )
+    planner.auto_wrap(model, **grouped(budget="1GiB", time_limit_seconds=1, cost_model="roofline"))
     for _ in range(steps_before):
         model(x[:512]).backward()
 
@@ -169,10 +167,8 @@ def test_nothing_runs_to_learn_it() -> None:
     plan = planner.plan(
         Watched(16, 16),
         torch.randn(4, 4, 16),
-        budget="100%",
-        search=planner.Search(time_limit_seconds=1),
-        runtime="graph",
         loss_fn=torch.sum,
+        **grouped(budget="100%", time_limit_seconds=1, runtime="graph"),
     )
     assert plan.eager is None and not Watched.ran
     (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
@@ -190,12 +186,7 @@ def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
 
     x = torch.randn(256, 64)
     plan = planner.plan(
-        Checkpointing(),
-        x,
-        budget="100%",
-        search=planner.Search(time_limit_seconds=1),
-        runtime="graph",
-        loss_fn=torch.sum,
+        Checkpointing(), x, loss_fn=torch.sum, **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is None and any(w.rule == "eager-unknown" for w in plan.warnings)
 

@@ -13,6 +13,7 @@ import planner
 from planner.analysis.study import Study
 from planner.capture import joint_capture
 from planner.capture.inputs import Inputs
+from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.session.step import Options
 from planner.session.studying import studies_by_size
@@ -121,10 +122,9 @@ def test_sizes_are_asked_about_in_python() -> None:
     curve = planner.what_if(
         model,
         x,
-        search=planner.Search(deterministic=True, time_limit_seconds=5.0),
-        budget=2 * whole,
         sizes={"batch_size": [2, 8, 64], "seq_len": "4,64"},
         budgets=[whole, 2 * whole],
+        **grouped(deterministic=True, time_limit_seconds=5.0, budget=2 * whole),
     )
     assert curve.batch_sizes is not None and curve.seq_lens is not None
     assert curve.batch_sizes.budget_bytes == curve.seq_lens.budget_bytes == 2 * whole
