@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import planner
@@ -39,6 +37,7 @@ from planner.solving.modules.offload import (
     widened,
 )
 from tests.models import SEQUENCES, Convolutions, Transformer, images, rows
+from tests.planned import by_hand, printed
 from tests.runtimes.steps import assert_gradients, beside, wrap_and_hold
 from tests.runtimes.test_modules import Stack, choices, problem_of
 
@@ -69,12 +68,7 @@ def take(monkeypatch: pytest.MonkeyPatch, kinds: tuple[int, ...], *, shift: int 
         names = [name for name, kind in variants.items() if kind != RUN_AGAIN]
         later = dict(zip(names, names[shift:], strict=False))
         taken = [moved(variant, taken, later.get(variant.module), later.get(variant.module)) for variant in taken]
-        schedule = schedule_of(problem.graph, taken)
-        found = problem.evaluate(schedule)
-        solution = Solution(
-            solver="by hand", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.added_seconds
-        )
-        return replace(solution, regions=tuple(taken))
+        return by_hand(problem, schedule_of(problem.graph, taken), regions=tuple(taken))
 
     monkeypatch.setattr(checkpoints, "cheapest_with_offload", choose)
 
@@ -167,9 +161,7 @@ def test_budgets_that_no_checkpoint_keeps() -> None:
     assert budget < alone.value.minimum_feasible_peak_bytes
     plan = planner.plan(model, rows(), **grouped(budget=budget, **OPTIONS))
     assert plan.offloading is not None and plan.minimum_feasible_peak_bytes == budget
-    console = Console(width=100, record=True, file=io.StringIO())
-    render(plan, console, full=True)
-    shown = console.export_text()
+    shown = printed(render, plan, width=100, full=True)
     assert "in the host's memory" in shown and "of the tensors that it saves" in shown
     with pytest.raises(InfeasibleBudgetError, match=r"bytes\): give that much as host_budget") as small:
         planner.plan(model, rows(), **grouped(budget=budget, host_budget=4096, **OPTIONS))
@@ -222,7 +214,7 @@ def test_a_study_offloads_as_a_plan_does() -> None:
     told = {**OPTIONS, "deterministic": True, "compare": False}
     plan = planner.plan(Stack(), rows(), **grouped(activation_budget="45%", **told))
     del told["runtime"]
-    asked = step.plan(activation_budget="45%", **told)
+    asked = step.plan(**grouped(activation_budget="45%", **told))
     for found in (plan, asked):
         assert found.offloading is not None and found.offloading.modules
     assert replace(asked, capture_seconds=plan.capture_seconds, solve_seconds=plan.solve_seconds) == plan

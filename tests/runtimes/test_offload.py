@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import cost_models
 import planner
@@ -43,7 +42,7 @@ from tests.example_graphs import transformer
 from tests.models import Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
-from tests.planned import make_plan
+from tests.planned import make_plan, printed, problem_at, without_recompute
 from tests.runtimes.steps import assert_same
 from tests.runtimes.test_correctness import CASES, one_step, run
 from tests.tiers import tiered
@@ -198,7 +197,7 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
 
 def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
     graph, costs = transformer(2)
-    graph = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
+    graph = without_recompute(graph)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, budget_bytes=2**40))
     whole_bytes = problem.baseline.peak_bytes
     with pytest.raises(InfeasibleBudgetError) as caught:
@@ -210,19 +209,15 @@ def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
 
 def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
     """Counted work: solves that end early once used up the whole effort, and waiting that could be hidden was left."""
-    graph, costs = transformer(2)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=Host(bytes_per_second=1e9, budget_bytes=2**40))
-    problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
+    problem = replace(problem_at(transformer(2), 0.45), host=Host(bytes_per_second=1e9, budget_bytes=2**40))
     assert solvers.solve(problem, time_limit_seconds=4, deterministic=True).added_seconds == 0
 
 
 @pytest.mark.parametrize("rate", tiered([1e8, 1e9], slow=[1e9]))
 def test_both_together_are_no_worse_than_either_alone(rate: float):
-    graph, costs = transformer(3)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
+    problem = problem_at(transformer(3), 0.45)
     host = Host(bytes_per_second=rate, budget_bytes=2**40)
-    fixed = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
+    fixed = without_recompute(problem.graph)
     alone = [
         solvers.solve(one, time_limit_seconds=2).added_seconds
         for one in (problem, replace(problem, graph=fixed, host=host))
@@ -236,11 +231,8 @@ def test_both_together_are_no_worse_than_either_alone(rate: float):
 
 def test_budgets_below_what_recompute_can_reach_are_kept():
     graph, costs = transformer(2)
-    host = Host(bytes_per_second=1e10, budget_bytes=2**40)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    fixed = tuple(replace(operation, recomputable=False) for operation in graph.operations)
-    graph = replace(graph, operations=fixed)  # nothing can be recomputed
-    problem = Problem(graph=graph, costs=costs, budget_bytes=problem.baseline.peak_bytes * 2 // 3)
+    graph, host = without_recompute(graph), Host(bytes_per_second=1e10, budget_bytes=2**40)
+    problem = problem_at((graph, costs), 2 / 3)
     with pytest.raises(InfeasibleBudgetError):
         solvers.solve(problem, time_limit_seconds=2)
     found = solvers.solve(replace(problem, host=host), time_limit_seconds=2)
@@ -251,13 +243,8 @@ def test_budgets_below_what_recompute_can_reach_are_kept():
     enough = replace(host, budget_bytes=small.value.host_budget_bytes)
     assert solvers.solve(replace(problem, host=enough), time_limit_seconds=2).schedule.offloads
     with pytest.raises(NoPlanFitsError, match=rf"{enough.budget_bytes} bytes.*--host-budget"):
-        make_plan(
-            graph,
-            costs,
-            activation_budget=problem.budget_bytes,
-            host=replace(host, budget_bytes=2**20),
-            time_limit_seconds=2,
-        )
+        small = replace(host, budget_bytes=2**20)
+        make_plan(graph, costs, activation_budget=problem.budget_bytes, host=small, time_limit_seconds=2)
 
 
 def test_solvers_that_only_recompute_refuse():
@@ -277,9 +264,7 @@ def test_what_a_plan_offloads_survives_its_file_and_shows_in_the_report():
     assert plan.overhead == pytest.approx(evaluation.added_seconds / plan.baseline_step_seconds)
     assert sum(plan.anatomy.values()) == plan.peak_bytes
     assert sum(layer.offloaded_bytes for layer in plan.placement) == plan.offloading.host_bytes
-    with Console(record=True, width=100, file=open("/dev/null", "w")) as console:
-        render(plan, console, full=True)
-    text = console.export_text()
+    text = printed(render, plan, width=100, full=True)
     assert "offloaded" in text.splitlines()[0] and "on the host" in text and "in the host's memory" in text
     with pytest.raises(PlanMismatchError, match="offloads output"):
         other = transformer(1)[0]
