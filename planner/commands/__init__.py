@@ -1,6 +1,6 @@
 """The commands of the command line, found by their files.
 
-Every public module of this package defines one ``COMMAND``; dropping a file in is all it takes to add one.
+Every public module of this package defines a ``COMMAND``, or a tuple of them; dropping a file in is all it takes.
 Nothing slow is imported at the top of these files: ``--help`` must answer at once.
 """
 

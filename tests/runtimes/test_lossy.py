@@ -126,10 +126,9 @@ def test_what_must_stay_exact_does():
 
 def test_other_types_are_sent_as_they_are():
     asked = {"activation_budget": "60%", "offload": True, "offload_at_least": 1, "offload_lossy": True}
-    studied = planner.study(perceptrons().bfloat16(), rows(256, 128).bfloat16()).plan(
-        **grouped(**asked, time_limit_seconds=1)
-    )
-    ran = wrap_and_hold(perceptrons().double(), rows(256, 128).double(), **asked, time_limit_seconds=1)
+    asked["time_limit_seconds"] = 1
+    studied = planner.study(perceptrons().bfloat16(), rows(256, 128).bfloat16()).plan(**grouped(**asked))
+    ran = wrap_and_hold(perceptrons().double(), rows(256, 128).double(), **asked)
     for plan in (studied, ran):
         assert plan.offloading.values and not plan.offloading.rounded
         assert "lossy-offload" not in [warning.rule for warning in plan.warnings]

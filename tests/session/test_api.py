@@ -209,7 +209,7 @@ def test_bad_budgets_are_refused_before_training(budget: object) -> None:
 
 
 def test_two_budgets_are_refused() -> None:
-    with pytest.raises(UsageError, match="one of budget"):
+    with pytest.raises(UsageError, match="give one budget"):
         planner.auto_wrap(Model(), budget=planner.Budget("1GiB", activations="1GiB"))
 
 

@@ -131,8 +131,8 @@ def test_within_a_budget_or_not_at_all(step: Study) -> None:
         ({"strategy": "selective", "runtime": "modules"}, "'every-N' alone"),
         ({"strategy": "evry-2"}, "did you mean"),
         ({"strategy": "megatron-distributed-4"}, "several devices"),
-        ({}, "give one of budget"),
-        ({"strategy": "every-2", "budget": "50%", "activation_budget": "50%"}, "give one of budget"),
+        ({}, "give one budget"),
+        ({"strategy": "every-2", "budget": "50%", "activation_budget": "50%"}, "give one budget"),
     ],
 )
 def test_what_does_not_go_together(told: dict[str, Any], words: str) -> None:
