@@ -18,7 +18,6 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode
 import planner
 from planner.capture import inductor_internals
 from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_with_inductor, missing_compiler
-from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
@@ -26,6 +25,7 @@ from planner.plans import from_solution
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
+from tests.runtimes.steps import measured_bytes
 
 
 class Towers(nn.Module):
@@ -91,15 +91,9 @@ def test_dropout_in_the_code_needs_what_the_operator_of_torch_needs() -> None:
     """It was counted by what planned graphs call in its place, which takes no copy of the mask: 15% too little."""
     model, x = Wide(), torch.randn(512, 64)
     planner.auto_wrap(model, x, **grouped(activation_budget="60%", runtime="inductor", time_limit_seconds=1.0))
-
-    def step() -> None:
-        model(x).backward()
-        model.zero_grad(set_to_none=True)
-
-    step()
-    plan, measured_bytes = planner.plan_of(model), measure_peak(step, x.device)[0]
+    plan = planner.plan_of(model)
     predicted_bytes = plan.peak_bytes - plan.total_static_bytes
-    assert 0.99 * predicted_bytes <= measured_bytes <= predicted_bytes
+    assert 0.99 * predicted_bytes <= measured_bytes(model, x) <= predicted_bytes
 
 
 @pytest.mark.slow
@@ -155,19 +149,14 @@ def test_a_budget_below_the_graph_that_its_code_keeps_is_not_refused(monkeypatch
 
 
 @pytest.mark.slow
-def test_the_step_is_captured_once_however_often_its_code_is_drafted(monkeypatch: pytest.MonkeyPatch):
-    honest, needs, captures = InductorRuntime._peak_bytes, [], []
-    capture = aot_autograd.aot_stage1_graph_capture
-
-    def captured(*given: Any) -> Any:
-        captures.append(given)
-        return capture(*given)
+def test_the_step_is_captured_once_however_often_its_code_is_drafted(monkeypatch: pytest.MonkeyPatch, calls: Any):
+    honest, needs = InductorRuntime._peak_bytes, []
+    captures = calls(aot_autograd, "aot_stage1_graph_capture")
 
     def more(*given: Any) -> int:
         needs.append(honest(*given))
         return needs[-1] + 200_000
 
-    monkeypatch.setattr(aot_autograd, "aot_stage1_graph_capture", captured)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     ask = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
     plan = planner.plan(Towers(), inputs(), **grouped(activation_budget="80%", **ask))
@@ -202,25 +191,14 @@ def test_convolutions_and_a_loss_outside_keep_the_bound():
 
 
 @pytest.mark.slow
-def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
+def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch, calls: Any):
     honest, graphs = InductorRuntime._peak_bytes, []
 
     def more(self: InductorRuntime, made: object, drafts: object) -> int:
         graphs.append(made.plan.peak_bytes)
         return honest(self, made, drafts) + 200_000
 
-    def studied(*given: Any) -> Any:
-        studies.append(given)
-        return study_lowered(*given)
-
-    def compared(*given: Any) -> Any:
-        comparisons.append(given)
-        return baseline_rows(*given)
-
-    study_lowered, studies = step.study_lowered, []
-    baseline_rows, comparisons = from_solution.baseline_rows, []
-    monkeypatch.setattr(step, "study_lowered", studied)
-    monkeypatch.setattr(from_solution, "baseline_rows", compared)
+    studies, comparisons = calls(step, "study_lowered"), calls(from_solution, "baseline_rows")
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     plan = planner.plan(
         Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
@@ -312,17 +290,12 @@ class Sums(nn.Module):
         return h.softmax(1).square().sum() + h.sin().sum(0).square().sum()
 
 
-def test_loops_over_much_are_called_apart_and_free_what_they_read(monkeypatch: pytest.MonkeyPatch):
-    calls, honest = [], InductorRuntime._peak_bytes
-
-    def noting(runtime: InductorRuntime, step: object, drafts: list[Draft]) -> int:
-        calls.append(drafts[0].source.count("cpp_fused"))
-        return honest(runtime, step, drafts)
-
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", noting)
+def test_loops_over_much_are_called_apart_and_free_what_they_read(calls: Any):
+    drafted = calls(InductorRuntime, "_peak_bytes")
     for width in (16, 1024):
         planner.plan(Sums(width), torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
-    assert calls[0] == 1 < calls[1]
+    small, large = (drafts[0].source.count("cpp_fused") for _, _, drafts in drafted)
+    assert small == 1 < large
 
 
 def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):

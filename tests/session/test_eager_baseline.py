@@ -14,27 +14,17 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from planner import runtimes
 from planner.capture.inputs import Inputs
-from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
 from planner.session.eager_study import with_eager
 from planner.session.step import Options
-
-CPU = torch.device("cpu")
+from tests.runtimes.steps import measured_bytes
 
 
 def eager_peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
     """Measure a step of the model as it is, with what is resident around it."""
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(x).backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), x))
-    return measure_peak(step, CPU)[0] + resident
+    return measured_bytes(model, x) + sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
 
 
 class Own(torch.autograd.Function):
@@ -112,11 +102,12 @@ def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.Mon
     model(x).backward()
 
 
-def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan_of_graph(*_: Any, **__: Any) -> Plan:
-        raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
+def fits_nowhere(*_: Any, **__: Any) -> Plan:
+    raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
 
-    monkeypatch.setattr(runtimes.get("graph"), "plan", plan_of_graph, raising=False)
+
+def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes.get("graph"), "plan", fits_nowhere, raising=False)
     plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1))
     assert plan.runtime == "modules" and any("does not fit" in w.evidence for w in plan.warnings)
 
@@ -130,10 +121,7 @@ def test_a_training_loop_takes_the_eager_step_where_only_that_fits(
     for _ in range(steps_before):
         model(x[:512]).backward()
 
-    def planned(*_: Any, **__: Any) -> Plan:
-        raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
-
-    monkeypatch.setattr(GraphRuntime, "planned", planned)
+    monkeypatch.setattr(GraphRuntime, "planned", fits_nowhere)
     with pytest.warns(UserWarning, match="too little") if steps_before else nullcontext():
         model(x).backward()
     plan = planner.plan_of(model)

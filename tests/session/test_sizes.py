@@ -11,7 +11,6 @@ from torch import nn
 
 import planner
 from planner.analysis.study import Study
-from planner.capture import joint_capture
 from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import UsageError
@@ -27,20 +26,6 @@ def said_by(study: Study) -> Any:
     rest = {f.name: getattr(study.graph, f.name) for f in dataclasses.fields(study.graph)}
     rest |= {"operations": (), "values": ()}
     return operations, values, rest, study.costs, study.static_memory
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the programs that Dynamo captured, an entry each."""
-    made: list[int] = []
-    backend = joint_capture.Backend.__call__
-
-    def counted(self: Any, *args: Any) -> Any:
-        made.append(len(made))
-        return backend(self, *args)
-
-    monkeypatch.setattr(joint_capture.Backend, "__call__", counted)
-    return made
 
 
 @pytest.mark.parametrize("of", ["length", "images"])
