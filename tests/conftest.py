@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -74,6 +74,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[tuple[An
         return seen
 
     return watched
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Let torch forget what it has compiled, before a test and after it."""
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -426,19 +426,6 @@ def layers_of(modules: list[str]) -> tuple[tuple[str, ...], list[str]]:
             ["transformer.wte", "transformer.ln_f", "lm_head", ""],
         ),
         (
-            ["bert.embeddings.word_embeddings", "bert.embeddings.LayerNorm", "bert.encoder.layer.0.attention.query",
-             "bert.encoder.layer.1.output.dense", "cls.predictions.transform.dense", "bert"],
-            ["bert.encoder.layer.0", "bert.encoder.layer.1"],
-            ["bert.embeddings", "cls", "bert"],
-        ),
-        (
-            [f"resnet.encoder.stages.{s}.layers.{b}{rest}" for s in (0, 1) for b in (0, 1)
-             for rest in (".layer.0.convolution", ".layer.0.normalization", ".layer.1.convolution", "", ".activation")]
-            + ["resnet.embedder.embedder.convolution", "resnet.pooler", "classifier.1"],
-            [f"resnet.encoder.stages.{s}.layers.{b}" for s in (0, 1) for b in (0, 1)],
-            ["resnet.embedder", "resnet.pooler", "classifier"],
-        ),
-        (
             ["conv1", "bn1", "layer1.0.conv1", "layer1.0", "layer1.1.downsample.0", "layer1.1", "layer2.0.bn1", "fc"],
             ["layer1.0", "layer1.1", "layer2.0"],
             ["conv1", "bn1", "fc"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,11 +35,7 @@ def wrap(model: nn.Module, runtime: str = "graph") -> nn.Module:
     return planner.auto_wrap(model, **grouped(activation_budget="80%", runtime=runtime, time_limit_seconds=2.0))
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.mark.parametrize("runtime", tiered(runtimes.names(), quick=["graph", "modules", "regional"]))

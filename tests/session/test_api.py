@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,24 +22,14 @@ from planner.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from tests.models import Stack, perceptron
 
 WIDTH = 64
 
 
-class Model(nn.Module):
-    def __init__(self, depth: int = 2, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, WIDTH)
-            )
-            for _ in range(depth)
-        )
-
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + scale * block(x)
-        return x.square().mean()
+class Model(Stack):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__(depth, partial(perceptron, WIDTH, hidden=512, dropout=0.1))
 
 
 def data(rows: int = 512) -> torch.Tensor:
@@ -181,7 +172,7 @@ def test_inputs_on_another_device() -> None:
 def test_types_that_kernels_refuse_are_refused_as_in_eager(runtime: str) -> None:
     """Fake tensors let them pass, and so the plan was made, and failed inside."""
     x = torch.randn(8, WIDTH, dtype=torch.float64)
-    with pytest.raises(CaptureError, match=r"(must have the same|mixed) dtype.*test_api\.py:\d+"):
+    with pytest.raises(CaptureError, match=r"(must have the same|mixed) dtype.*models\.py:\d+"):
         planner.plan(Model(), x, budget="80%", runtime=runtime)
     wrapped = planner.auto_wrap(Model(), budget="80%", runtime=runtime)
     with pytest.raises(RuntimeError, match="mixed dtype") as raised:  # eager's own: its norms refuse them first
@@ -190,7 +181,7 @@ def test_types_that_kernels_refuse_are_refused_as_in_eager(runtime: str) -> None
 
 
 def test_a_forward_that_fails() -> None:
-    with pytest.raises(CaptureError, match=r"forward of Model fails.*test_api\.py:\d+"):
+    with pytest.raises(CaptureError, match=r"forward of Model fails.*models\.py:\d+"):
         planner.plan(Model(), torch.randn(8, WIDTH + 1), budget="60%")
 
     class Raises(Model):
