@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -54,6 +56,42 @@ def _same_random_numbers() -> None:
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[tuple[Any, ...]]]:
+    """Return a function by which a test watches another, which does what it does: a list grows by its arguments."""
+
+    def watched(owner: Any, name: str) -> list[tuple[Any, ...]]:
+        seen: list[tuple[Any, ...]] = []
+        honest = getattr(owner, name)
+
+        def noting(*given: Any, **options: Any) -> Any:
+            seen.append(given)
+            return honest(*given, **options)
+
+        monkeypatch.setattr(owner, name, noting)
+        return seen
+
+    return watched
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Let torch forget what it has compiled, before a test and after it."""
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def captures(calls: Callable[[Any, str], list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+    """Return what grows by one for each program that Dynamo captures, for planning or for running."""
+    from planner.capture.joint_capture import Backend
+
+    return calls(Backend, "__call__")
 
 
 def pytest_collection_finish() -> None:

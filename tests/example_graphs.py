@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.schedule import Schedule, recompute_lazily
 
 ROUND_BYTES = 64
 
@@ -119,3 +121,13 @@ def transformer(
                   kind="gradient", retained=True, seconds=seconds)  # fmt: skip
     static = {"parameters": 8 * unit * layers, "buffers": 4096, "inputs": 65536}
     return b.graph("toy", static), tuple(b.costs)
+
+
+def random_drops(graph: TrainingGraph, seed: int) -> Schedule:
+    """Return a schedule with drops anywhere, nested recomputation included."""
+    chance = random.Random(seed)
+    dropped: dict[int, list[int]] = {}
+    for value in range(len(graph.values)):
+        for _ in range(chance.randrange(3)):
+            dropped.setdefault(chance.randrange(graph.producer[value], len(graph.operations)), []).append(value)
+    return recompute_lazily(graph, dropped)

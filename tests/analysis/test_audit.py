@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import cli
 import cost_models
@@ -28,6 +26,7 @@ from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
 from planner.report.comparisons import render_audit
 from tests.example_graphs import Builder, transformer
+from tests.planned import printed
 
 GRAPH, COSTS = transformer(4)
 STATIC = GRAPH.total_static_bytes
@@ -48,9 +47,7 @@ def audited(study: Study, current: Any, budget: Any = None, **search: Any) -> Au
 
 
 def answer(audit: Audit) -> str:
-    stream = io.StringIO()
-    render_audit(audit, Console(file=stream, width=80, highlight=False))
-    return stream.getvalue()
+    return printed(render_audit, audit)
 
 
 @pytest.mark.parametrize(("current", "n"), [("none", 0), ("every-layer", 1), ("every-2", 2), ("every-3", 3)])

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import cli
 from planner.analysis.diff import Difference, diff
 from planner.errors import UsageError
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
-from planner.ir.problem import Solution
 from planner.ir.schedule import recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan, PlanOrigin
 from planner.report.diff import render as render_difference
 from tests.example_graphs import Builder, transformer
-from tests.planned import make_plan, make_problem
+from tests.planned import by_hand, make_plan, make_problem, printed
 
 GRAPH, COSTS = transformer(4)
 TURN = next(index for index, op in enumerate(GRAPH.operations) if op.phase is Phase.BACKWARD)
@@ -40,16 +37,10 @@ def plan_that_drops(
         if any(name in f"{op.module} {op.target}" for name in names)
     ]
     schedule = recompute_lazily(graph, {turn - 1: dropped})
-    found = simulate(graph, costs, schedule)
-    solution = Solution(
-        solver="test", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.recompute_seconds
-    )
+    problem = make_problem(graph, costs, activation_budget=simulate(graph, costs, schedule).peak_bytes)
     fingerprint: dict[str, str | int] = {"model": "toys.Toy", "parameters": len(graph.operations), "inputs": inputs}
-    return plan_from_solution(
-        make_problem(graph, costs, activation_budget=found.peak_bytes),
-        solution,
-        origin=PlanOrigin(fingerprint=fingerprint, torch_version="2.13.0"),
-    )
+    origin = PlanOrigin(fingerprint=fingerprint, torch_version="2.13.0")
+    return plan_from_solution(problem, by_hand(problem, schedule), origin=origin)
 
 
 def two_plans() -> tuple[Plan, Plan]:
@@ -105,9 +96,7 @@ def test_what_moved_is_named(plans: tuple[Plan, Plan]) -> None:
 
 
 def shown(difference: Difference) -> str:
-    stream = io.StringIO()
-    render_difference(difference, Console(file=stream, width=80, highlight=False))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    return printed(render_difference, difference)
 
 
 def test_the_answer_says_what_it_comes_to(plans: tuple[Plan, Plan]) -> None:
@@ -145,9 +134,7 @@ def test_what_waits_on_the_host_moves_too(plans: tuple[Plan, Plan]) -> None:
     assert moved == {(value.operation, value.output) for value in b.offloading.values}
     assert difference.added_seconds == pytest.approx(b.added_seconds - a.added_seconds)
     assert difference.header["host_budget_bytes"] == (0, 2**30)
-    stream = io.StringIO()
-    render_difference(difference, Console(file=stream, width=80, highlight=False))
-    assert "offloads " in stream.getvalue().splitlines()[0]
+    assert "offloads " in shown(difference).splitlines()[0]
 
 
 def test_other_sizes_are_compared_by_operation(plans: tuple[Plan, Plan]) -> None:

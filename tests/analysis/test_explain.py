@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import cli
 from planner.analysis.explain import Explanation, explain
 from planner.errors import PlanFileError, UsageError
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
-from planner.ir.problem import Problem, Solution
+from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
 from planner.plans.values import ValueRow, ValueTable, value_table
 from planner.report.explain import render as render_explanation
-from tests.example_graphs import Builder, transformer
-from tests.planned import make_plan, make_problem
+from tests.example_graphs import Builder, random_drops, transformer
+from tests.planned import by_hand, make_plan, make_problem, printed
 
 GRAPH, COSTS = transformer(4)
 TURN = next(index for index, op in enumerate(GRAPH.operations) if op.phase is Phase.BACKWARD)
-
-
-def random_schedule(seed: int) -> Schedule:
-    """Return a schedule with drops anywhere, nested recomputation included."""
-    chance = random.Random(seed)
-    dropped: dict[int, list[int]] = {}
-    for value in range(len(GRAPH.values)):
-        for _ in range(chance.randrange(3)):
-            dropped.setdefault(chance.randrange(GRAPH.producer[value], len(GRAPH.operations)), []).append(value)
-    return recompute_lazily(GRAPH, dropped)
 
 
 def problem_at(schedule: Schedule) -> Problem:
@@ -52,11 +39,8 @@ def table_for(schedule: Schedule) -> ValueTable:
 
 
 def plan_for(graph: TrainingGraph, costs: tuple[OperationCost, ...], schedule: Schedule, **budget: Any) -> Plan:
-    found = simulate(graph, costs, schedule)
-    solution = Solution(
-        solver="test", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.recompute_seconds
-    )
-    return plan_from_solution(make_problem(graph, costs, **budget), solution)
+    problem = make_problem(graph, costs, **budget)
+    return plan_from_solution(problem, by_hand(problem, schedule))
 
 
 def plan_with_drops() -> Plan:
@@ -91,7 +75,7 @@ def plan() -> Plan:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_the_table_adds_up_to_what_the_simulator_finds(seed: int) -> None:
-    schedule = random_schedule(seed)
+    schedule = random_drops(GRAPH, seed)
     rows = table_for(schedule).rows
     crossing: dict[int, int] = {}
     for copy in reversed(lifetimes(GRAPH, schedule)):  # the first copy of a value is noted last
@@ -156,7 +140,7 @@ def test_what_is_recomputed_costs_and_frees_what_the_row_says(budget: str) -> No
 
 @pytest.mark.parametrize("seed", [1, 2, 13, 26, 27, 35, 44, 49])
 def test_runs_that_are_for_a_value_alone_are_counted_in_any_schedule(seed: int) -> None:
-    schedule = random_schedule(seed)
+    schedule = random_drops(GRAPH, seed)
     whole = simulate(GRAPH, COSTS, schedule)
     for row in table_for(schedule).rows:
         producer = GRAPH.producer[value_of(row)]
@@ -167,7 +151,7 @@ def test_runs_that_are_for_a_value_alone_are_counted_in_any_schedule(seed: int) 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_dropping_what_is_kept_costs_and_frees_what_the_row_says(seed: int) -> None:
-    schedule = random_schedule(seed) if seed else make_plan(GRAPH, COSTS, budget="60%").schedule_for(GRAPH)
+    schedule = random_drops(GRAPH, seed) if seed else make_plan(GRAPH, COSTS, budget="60%").schedule_for(GRAPH)
     before = simulate(GRAPH, COSTS, schedule)
     seen = 0
     for row in table_for(schedule).rows:
@@ -353,9 +337,7 @@ def test_what_waits_on_the_host_is_said() -> None:
         if row.offloaded and not row.kept and row.runs == 1:
             assert row.again_seconds is None or row.again_seconds > 0
             assert row.excess_bytes > 0 or not row.spans_baseline_peak
-    stream = io.StringIO()
-    render_explanation(explanation, Console(file=stream, width=80, highlight=False))
-    assert ", offloads " in stream.getvalue().splitlines()[0]
+    assert ", offloads " in printed(render_explanation, explanation).splitlines()[0]
     assert Plan.from_json(plan.to_json()).values == plan.values
 
 
@@ -385,18 +367,14 @@ def test_unknown_modules_and_plans_without_a_table(plan: Plan) -> None:
 # The report and the command.
 
 
-def shown(explanation: Explanation, **options: Any) -> str:
-    stream = io.StringIO()
-    render_explanation(explanation, Console(file=stream, width=80, highlight=False), **options)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
-
-
 def test_the_command(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "toy.plan"
     plan.save(path)
     assert cli.main(["explain", str(path), "transformer.h.1"]) == 0
     output = capsys.readouterr().out
-    assert output == shown(explain(plan, "transformer.h.1")) or output.startswith("transformer.h.1 keeps ")
+    assert output == printed(render_explanation, explain(plan, "transformer.h.1")) or output.startswith(
+        "transformer.h.1 keeps "
+    )
     assert cli.main(["explain", str(path)]) == 0
     assert "smaller values are not shown" in capsys.readouterr().out
     assert cli.main(["explain", str(path), "--all"]) == 0

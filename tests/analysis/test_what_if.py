@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import cli
 from cost_models import devices
@@ -38,6 +36,7 @@ from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
 from tests.orders import branches
+from tests.planned import printed, without_recompute
 
 QUICK = Search(time_limit_seconds=2.0, deterministic=True)
 
@@ -157,10 +156,7 @@ def test_the_optimizers_step_must_fit_too() -> None:
 
 def test_a_step_that_recompute_cannot_lower_is_one_point() -> None:
     graph, costs = random_graph(1)
-    frozen = dataclasses.replace(
-        graph, operations=tuple(dataclasses.replace(op, recomputable=False) for op in graph.operations)
-    )
-    curve = traced(study_of(frozen, costs), points=5).curve()
+    curve = traced(study_of(without_recompute(graph), costs), points=5).curve()
     assert [point.overhead for point in curve.points] == [0.0] and curve.knee is None
 
 
@@ -227,9 +223,8 @@ def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSwe
     report = Answers(curve=curve, methods=methods).report()
     assert (report["host_budget_bytes"], report["offload_lossy"]) == (HOST.budget_bytes, False)
     assert report["solvers"][0]["name"] == "recompute" and report["points"][0]["host_bytes"] == low.host_bytes
-    console = Console(width=100, file=io.StringIO(), highlight=False)
-    render_what_if(Answers(curve=dataclasses.replace(curve, lossy=True), methods=methods), console)
-    text = console.file.getvalue()
+    lossy = Answers(curve=dataclasses.replace(curve, lossy=True), methods=methods)
+    text = printed(render_what_if, lossy, width=100)
     assert "LOSSY" in text.splitlines()[0] and "may wait in the host's memory" in " ".join(text.split())
 
 

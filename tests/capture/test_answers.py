@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-import planner
 from planner.capture import tracing_internals
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from tests.runtimes.steps import assert_gradients, assert_same, beside, train
 
 WIDTH = 8
 
@@ -86,39 +85,30 @@ def batch(masked: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, WIDTH), mask
 
 
-def trained(model: nn.Module, given: tuple[Any, ...]) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss = model(*given)
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
-def both(ask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, nn.Module]:
-    plain = Asks(ask)
-    return plain, planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
+GRAPH = {"activation_budget": "100%", "runtime": "graph"}
 
 
 @pytest.mark.parametrize("ask", [looks, exports, captures_a_stream])
 def test_it_does_what_it_does_in_eager(ask: Callable[..., torch.Tensor]) -> None:
-    plain, wrapped = both(ask)
+    plain, wrapped = beside(Asks(ask), **GRAPH)
     for masked in (0, 2, 0):
         given = batch(masked)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert all(map(torch.equal, trained(wrapped, given), trained(plain, given))), masked
+            assert_same(train(plain, given), train(wrapped, given))
 
 
 def test_what_cannot_be_captured_so_is_told_yes_there_and_people_are_told() -> None:
     def also_looks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return cannot_be_captured(looks(x, mask), mask)
 
-    plain, wrapped = both(also_looks)
+    plain, wrapped = beside(Asks(also_looks), **GRAPH)
     given = batch(0)
     with pytest.warns(UserWarning, match=r"asks whether it is compiled \(at .*test_answers.py:\d+\), and is told yes"):
-        ours = trained(wrapped, given)
+        ours = train(wrapped, given)
     told = Asks(lambda x, mask: looks(x, mask) * 2.0)
     told.load_state_dict(plain.state_dict())
-    assert all(map(torch.equal, ours, trained(told, given)))
+    assert_same(train(told, given), ours)
 
 
 def test_a_loop_that_would_be_too_long_is_told_yes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +141,8 @@ def test_gemma_has_the_mask_that_it_has_in_eager(masked: int | None) -> None:
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = GemmaConfig(vocab_size=16, num_hidden_layers=1, head_dim=8, use_bidirectional_attention=True, **sizes)
-    plain = GemmaForCausalLM(config)
-    plain.config.use_cache = False
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
+    config.use_cache = False
+    plain, wrapped = beside(GemmaForCausalLM(config), **GRAPH)
     tokens = torch.randint(16, (2, 8))
     given: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
     if masked is not None:
@@ -163,5 +152,4 @@ def test_gemma_has_the_mask_that_it_has_in_eager(masked: int | None) -> None:
     assert torch.equal(ours, theirs)
     for loss in (ours, theirs):
         loss.backward()
-    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_gradients(plain, wrapped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,14 @@ from planner.capture.branches import Branches
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.state_restore import RandomStates
+from planner.common.options import grouped
 from planner.errors import CaptureError
+from tests.runtimes.steps import assert_gradients, beside
+from tests.tiers import tiered
 
 BATCH, WIDTH = 8, 16
+
+GRAPH = {"activation_budget": "100%", "runtime": "graph"}
 
 
 class Looks(nn.Module):
@@ -93,11 +97,10 @@ def equal(ours: tuple[list[torch.Tensor], RandomStates], plain: tuple[list[torch
     return all(map(torch.equal, ours[0], plain[0])) and ours[1] == plain[1]
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", tiered(LOOKS, slow=("at a number", "and negates", "after a write")))
 def test_every_step_takes_the_branch_of_eager(look: str) -> None:
     torch.manual_seed(0)
-    plain = Looks(LOOKS[look])
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
+    plain, wrapped = beside(Looks(LOOKS[look]), **GRAPH)
     for step, labels in enumerate(BATCHES * 2):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels)), (step, labels)
 
@@ -111,19 +114,14 @@ def test_what_the_forward_makes_itself_decides_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Branches, "check", looks)
     torch.manual_seed(0)
-    plain = Looks(increases)
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
+    plain, wrapped = beside(Looks(increases), **GRAPH)
     for step, labels in enumerate(BATCHES[:3]):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels))
     assert not [warning for warning in planner.plan_of(wrapped).warnings if warning.rule == "branches-taken"]
 
 
 def test_a_program_for_each_branch_is_captured_once() -> None:
-    model = planner.auto_wrap(
-        Looks(LOOKS["at a tensor"]),
-        budget=planner.Budget(activations="100%"),
-        runtime=planner.Runtime("graph", maximum_shapes=2),
-    )
+    model = planner.auto_wrap(Looks(LOOKS["at a tensor"]), **grouped(maximum_shapes=2, **GRAPH))
     for step, labels in enumerate(BATCHES * 2):
         trained(model, step, labels)  # a third capture would be one too many
     plan = planner.plan_of(model)
@@ -155,8 +153,7 @@ def test_two_inputs_of_one_memory_are_refused_where_one_is_written_into() -> Non
             return super().forward(x + same.sum(), labels)
 
     x, labels = batch([0, 1], 0)
-    plain = Both(look)
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"))
+    plain, wrapped = beside(Both(look), activation_budget="100%")
     for _ in range(2):
         ours, theirs = labels.clone(), labels.clone()
         torch.manual_seed(0)
@@ -188,8 +185,7 @@ def test_a_forward_that_asks_is_told_that_it_runs_as_in_eager() -> None:
             assert labels is not None
             return super().forward(x, labels)
 
-    plain = Asks(LOOKS["at a buffer"])
-    wrapped = planner.auto_wrap(copy.deepcopy(plain), budget=planner.Budget(activations="100%"), runtime="graph")
+    plain, wrapped = beside(Asks(LOOKS["at a buffer"]), **GRAPH)
     x, _ = batch([0, 1], 0)
     for _ in range(3):
         torch.manual_seed(0)
@@ -217,12 +213,7 @@ class Packs(nn.Module):
 
 def test_a_size_that_varies_is_no_data_whatever_it_is_the_size_of() -> None:
     torch.manual_seed(0)
-    plain = Packs()
-    wrapped = planner.auto_wrap(
-        copy.deepcopy(plain),
-        budget=planner.Budget(activations="100%"),
-        runtime=planner.Runtime("graph", maximum_shapes=2),
-    )
+    plain, wrapped = beside(Packs(), maximum_shapes=2, **GRAPH)
     for length in (8, 12, 20, 10):  # one capture at a size, and one with symbols
         losses = []
         for model in (wrapped, plain):
@@ -230,5 +221,4 @@ def test_a_size_that_varies_is_no_data_whatever_it_is_the_size_of() -> None:
             losses.append(model(torch.arange(2 * length).reshape(2, length) % 16))
             losses[-1].backward()
         assert torch.equal(*losses)
-        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert_gradients(plain, wrapped)

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 import planner
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.memory import measure_peak
+from tests.runtimes.steps import assert_same, beside, measured_bytes, train
+from tests.tiers import tiered
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,21 +54,15 @@ DRAWS: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("function", DRAWS.values(), ids=DRAWS)
-def test_two_draws_stay_two(function: Function) -> None:
-    model, x = Twice(function), torch.randn(32, 16)
+QUICK = ("alpha dropout", "attention", "bernoulli", "dropout", "multinomial", "rand_like", "randperm", "rrelu")
+"""Operators of all kinds; the others draw in place, or like another tensor, from another distribution."""
 
-    def step() -> list[torch.Tensor]:
-        model.zero_grad()
-        torch.manual_seed(1)
-        loss = model(x)
-        loss.backward()
-        return [loss.detach(), model.linear.weight.grad.clone(), torch.get_rng_state()]
 
-    expected = step()
-    planner.auto_wrap(model, budget="1GiB", runtime="graph")
-    for actual, wanted in zip(step(), expected, strict=True):
-        assert torch.equal(actual, wanted)
+@pytest.mark.parametrize("draw", tiered(DRAWS, quick=QUICK))
+def test_two_draws_stay_two(draw: str) -> None:
+    plain, model = beside(Twice(DRAWS[draw]), budget="1GiB", runtime="graph")
+    x = torch.randn(32, 16)
+    assert_same(train(plain, x), train(model, x))
 
 
 def merged(function: Callable[..., object], *inputs: torch.Tensor) -> list[str]:
@@ -148,23 +143,10 @@ _MISH: Any = _Mish.apply
 
 @pytest.mark.parametrize("activation", [_MISH, _Plain()], ids=["computes again", "saves"])
 def test_a_captured_step_holds_no_more_than_eagers(activation: Any) -> None:
-    model, x = _Stack(activation), torch.randn(512, 32)
-
-    def step() -> list[torch.Tensor]:
-        model.zero_grad(set_to_none=True)
-        loss = model(x)
-        loss.backward()
-        return [loss.detach(), *(layer.weight.grad.clone() for layer in model.layers)]
-
-    def peak_bytes() -> int:
-        step()
-        model.zero_grad(set_to_none=True)
-        return measure_peak(lambda: model(x).backward(), torch.device("cpu"))[0]
-
-    expected, eager_bytes = step(), peak_bytes()
-    planner.auto_wrap(model, budget="1GiB", runtime="graph")
-    assert all(map(torch.equal, step(), expected))
-    plan, captured_bytes = planner.plan_of(model), peak_bytes()
+    plain, model = beside(_Stack(activation), budget="1GiB", runtime="graph")
+    x = torch.randn(512, 32)
+    assert_same(train(plain, x), train(model, x))
+    plan, captured_bytes, eager_bytes = planner.plan_of(model), measured_bytes(model, x), measured_bytes(plain, x)
     resident_bytes = sum(plan.static_bytes.values())
     assert captured_bytes <= eager_bytes
     assert captured_bytes == pytest.approx(plan.peak_bytes - resident_bytes, rel=1e-3)

@@ -18,7 +18,7 @@ from planner.capture.cuda_attention import choose
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.target_device import TargetDevice, takes_cudnn
-from planner.common.options import Target
+from planner.common.options import Target, grouped
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
 from planner.measure.cuda_workspace import allowance_bytes
@@ -225,9 +225,7 @@ class Tower(nn.Module):
 def test_every_runtime_plans_with_the_kernels_of_that_gpu(device: str) -> None:
     x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
     plans = {
-        runtime: planner.plan(
-            Tower(), x, budget="100%", target=device, runtime=runtime, search=planner.Search(compare=False)
-        )
+        runtime: planner.plan(Tower(), x, **grouped(budget="100%", device=device, runtime=runtime, compare=False))
         for runtime in ("graph", "modules", "regional")
     }
     kernel = "cudnn" if device == "h100" else "flash"
@@ -242,9 +240,7 @@ def test_every_runtime_plans_with_the_kernels_of_that_gpu(device: str) -> None:
 
 def test_a_step_that_must_be_run_has_the_kernels_of_here_and_says_so() -> None:
     x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
-    plan = planner.plan(
-        Tower(looks=True), x, budget="100%", target="h100", runtime="modules", search=planner.Search(compare=False)
-    )
+    plan = planner.plan(Tower(looks=True), x, **grouped(budget="100%", device="h100", runtime="modules", compare=False))
     assert {"depends-on-data", "attention-of-here"} <= {warning.rule for warning in plan.warnings}
     assert any("softmax" in row.operation for row in plan.operations)
     here = planner.plan(Tower(looks=True), x, budget="100%", runtime="modules", search=planner.Search(compare=False))
@@ -282,9 +278,7 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_norms_are_those_of_that_gpu(runtime: str) -> None:
     x = torch.randn(4, 8, 16, 16, requires_grad=True)
-    plan = planner.plan(
-        Norms(), x, budget="100%", target="a100-80", runtime=runtime, search=planner.Search(compare=False)
-    )
+    plan = planner.plan(Norms(), x, **grouped(budget="100%", device="a100-80", runtime=runtime, compare=False))
     found = {row.operation: row for row in plan.operations}
     named = "|".join(found)
     for norm in ("cudnn_batch_norm", "_fused_rms_norm"):

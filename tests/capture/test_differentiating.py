@@ -11,6 +11,7 @@ from torch import nn
 
 import planner
 from planner.capture import torch_internals as internals
+from planner.common.options import grouped
 from planner.errors import CaptureError
 from tests.runtimes.steps import wrap_and_hold
 
@@ -111,8 +112,5 @@ def test_it_is_one_graph_with_eagers_bits(
 def test_a_leaf_that_the_forward_makes_and_returns_is_refused() -> None:
     with pytest.raises(CaptureError, match="requires_grad_"):
         planner.plan(
-            Field(returns_positions=True),
-            torch.randn(ROWS, 3),
-            budget=planner.Budget(activations="70%"),
-            runtime="graph",
+            Field(returns_positions=True), torch.randn(ROWS, 3), **grouped(activation_budget="70%", runtime="graph")
         )

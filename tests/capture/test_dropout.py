@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import planner
 from planner.capture.dropout import kernel_of
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import FakeTensorMode
+from tests.runtimes.steps import assert_same, beside, train
 
 SHARES = (0.1, 0.15, 0.42, 0.5)  # the inverse of 0.85 and of 0.58 is not, in 32 bits, what eager's mask holds
 
@@ -33,22 +33,9 @@ class Drops(nn.Module):
 
 
 def test_every_share_and_type_has_the_bits_of_eager() -> None:
-    torch.manual_seed(0)
-    model, x = Drops(), torch.randn(64, 8)
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        loss = model(x)
-        loss.backward()
-        assert model.weight.grad is not None
-        return loss.detach(), model.weight.grad
-
-    loss, gradient = step()
-    planner.auto_wrap(model, budget="100%")
-    planned_loss, planned_gradient = step()
-    assert torch.equal(loss, planned_loss)
-    assert torch.equal(gradient, planned_gradient)
+    plain, model = beside(Drops(), budget="100%")
+    x = torch.randn(64, 8)
+    assert_same(train(plain, x), train(model, x))
 
 
 @pytest.mark.parametrize("shape", [(100,), (2**14,), (33, 65, 17), (2**20 + 1,)])

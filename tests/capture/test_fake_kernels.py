@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from itertools import product
 
 import pytest
 import torch
@@ -10,14 +10,22 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner import runtimes
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.joint import tensors_of
 from planner.capture.joint_capture import capture
-from planner.capture.memory import measure_peak
 from planner.ir.static_memory import LossMemory
 from planner.rewrite.graphs import _group_norm_backward as group_norm_backward
-from tests.runtimes.steps import wrap_and_hold_under_autocast
+from tests.runtimes.steps import (
+    assert_same,
+    beside,
+    measured_bytes,
+    train,
+    verified,
+    wrap_and_hold_under_autocast,
+)
+from tests.tiers import tiered
 
 
 class Transposed(nn.Module):
@@ -33,13 +41,11 @@ class Transposed(nn.Module):
         return ((x + y) ** 2).sum()
 
 
-@pytest.mark.parametrize("function", ["celu", "gelu", "softplus", "logsigmoid"])
+@pytest.mark.parametrize("function", tiered(["celu", "gelu", "softplus", "logsigmoid"], quick=["celu", "logsigmoid"]))
 def test_what_follows_a_transposed_gradient_is_counted(function: str) -> None:
     model, x = Transposed(function), torch.randn(4, 64, 64, requires_grad=True)
     plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
-    measured = planner.verify(model, x, plan, timed_steps=1)
-    assert measured.exact
-    assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+    verified(model, x, plan)
 
 
 class Normalized(nn.Module):
@@ -59,9 +65,7 @@ class Normalized(nn.Module):
 def test_what_was_traced_as_a_view_and_can_only_be_copied_is_copied(training: bool) -> None:
     model, x = Normalized().train(training), torch.randn(4, 64, 64, requires_grad=True)
     plan = planner.plan(model, x, budget=planner.Budget(activations="100%"), search=planner.Search(compare=False))
-    measured = planner.verify(model, x, plan, timed_steps=1)
-    assert measured.exact
-    assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+    verified(model, x, plan)
 
 
 class GroupNormalized(nn.Module):
@@ -78,21 +82,13 @@ class GroupNormalized(nn.Module):
         return (y.permute(0, 2, 3, 1) * self.scale).sum()
 
 
-@pytest.mark.parametrize("function", ["elu", "hardswish", "relu6", "gelu"])
+@pytest.mark.parametrize("function", tiered(["elu", "hardswish", "relu6", "gelu"], quick=["elu", "gelu"]))
 def test_what_copies_a_gradient_by_its_layout_computes_what_eager_does(function: str) -> None:
     """CPU kernels of GroupNorm's backward read it as if it were laid out as their input, up to torch 2.13."""
-    model = GroupNormalized(function)
-    eager = copy.deepcopy(model)
-    planner.auto_wrap(model, budget="1GiB", target=planner.Target(cost_model="roofline"))
+    eager, model = beside(GroupNormalized(function), budget="1GiB", cost_model="roofline")
     for size in (8, 6, 7):  # captured, captured with symbols, made plain
         x = torch.randn(2, 4, size, size)
-        for one in (eager, model):
-            one.zero_grad()
-            one(x).backward()
-        assert all(
-            torch.equal(own.grad, eagers.grad)  # type: ignore[arg-type]
-            for own, eagers in zip(model.parameters(), eager.parameters(), strict=True)
-        )
+        assert_same(train(eager, x), train(model, x))
 
 
 def test_a_gradient_of_another_layout_is_copied_in_the_step() -> None:
@@ -122,19 +118,14 @@ class TurnedGradients(nn.Module):
 
 @pytest.mark.parametrize("runtime", ["graph", "inductor"])
 def test_of_gradients_that_are_copied_one_at_a_time_is_there_twice(runtime: str) -> None:
-    model, x = TurnedGradients(), torch.ones(())
-    planner.auto_wrap(model, (x,), budget=2**40, runtime=runtime)
-
-    def step() -> None:
-        model(x).backward()
-
-    step()
-    model.zero_grad()
-    measured_bytes, _ = measure_peak(step, torch.device("cpu"))
+    x = torch.ones(())
+    plain, model = beside(TurnedGradients(), (x,), budget=2**40, runtime=runtime)
+    assert_same(train(plain, x), train(model, x), runtimes.get(runtime).tolerance)
+    found_bytes = measured_bytes(model, x)
     plan = planner.plan_of(model)
     weights_bytes = 4 * 64 * (64 + 128 + 192 + 64 + 64)
-    assert measured_bytes > weights_bytes + 4 * 64 * 192  # the largest, and not the sum of all that are copied
-    assert 0 <= plan.peak_bytes - plan.total_static_bytes - measured_bytes < 256  # sizes are rounded up
+    assert found_bytes > weights_bytes + 4 * 64 * 192  # the largest, and not the sum of all that are copied
+    assert 0 <= plan.peak_bytes - plan.total_static_bytes - found_bytes < 256  # sizes are rounded up
 
 
 class Pooled(nn.Module):
@@ -182,9 +173,7 @@ class Turned(nn.Module):
 def test_a_step_that_is_followed_has_the_layouts_of_kernels(runtime: str) -> None:
     model, x = Turned(), torch.randn(1, 128, 64)
     plan = planner.plan(model, x, budget="100%", runtime=runtime, search=planner.Search(compare=False))
-    measured = planner.verify(model, x, plan, timed_steps=1)
-    assert measured.exact
-    assert 0.998 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+    verified(model, x, plan, least=0.998)
 
 
 class TwoResults(nn.Module):
@@ -226,8 +215,13 @@ class Normed(nn.Module):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize("runtime", ["graph", "regional", "modules"])
-@pytest.mark.parametrize("norm", ["layer", "batch", "group"])
+@pytest.mark.parametrize(
+    ("norm", "runtime"),
+    tiered(
+        product(("layer", "batch", "group"), ("graph", "regional", "modules")),
+        quick=[("layer", "graph"), ("batch", "graph"), ("group", "graph"), ("layer", "regional"), ("layer", "modules")],
+    ),
+)
 def test_statistics_of_norms_have_32_bits_under_autocast(norm: str, runtime: str) -> None:
     x = torch.randn(512, 16)
     wrap_and_hold_under_autocast(Normed(norm), x, activation_budget="200%", runtime=runtime, cost_model="roofline")

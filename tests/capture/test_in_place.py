@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import planner
-from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import form_in_place
 from planner.ir.graph import named_by, operator_name
+from tests.runtimes.steps import assert_same, beside, measured_bytes, train
 
 aten = torch.ops.aten
 WIDTH = 64
@@ -27,23 +25,11 @@ def joins(model: nn.Module, *args: torch.Tensor) -> set[tuple[str, ...]]:
 
 def assert_carried_out(model: nn.Module, *args: torch.Tensor, budget: str = "100%") -> planner.Plan:
     """Hold bits against eager, and the peak against the plan."""
-    planned = planner.auto_wrap(
-        copy.deepcopy(model), budget=planner.Budget(activations=budget), search=planner.Search(deterministic=True)
-    )
-
-    def step(each: nn.Module) -> list[torch.Tensor | None]:
-        each.zero_grad()
-        torch.manual_seed(3)
-        each(*args).backward()
-        return [parameter.grad for parameter in each.parameters()]
-
-    for ours, theirs in zip(step(planned), step(model), strict=True):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
-    planned.zero_grad()
+    plain, planned = beside(model, activation_budget=budget, deterministic=True)
+    assert_same(train(plain, args), train(planned, args))
     plan = planner.plan_of(planned)
-    peak_bytes, _ = measure_peak(lambda: step(planned), torch.device("cpu"))
     predicted = plan.peak_bytes - plan.total_static_bytes
-    assert predicted - 1024 <= peak_bytes <= predicted  # sizes are rounded up
+    assert predicted - 1024 <= measured_bytes(planned, args) <= predicted  # sizes are rounded up
     return plan
 
 
@@ -83,13 +69,7 @@ def test_activations_residuals_and_a_softmax_write_over_what_they_read() -> None
 
 def test_without_recompute_a_step_with_many_classes_needs_less_than_eager() -> None:
     model, x = Classifier(), torch.randn(512, WIDTH)
-
-    def step() -> None:
-        model.zero_grad()
-        model(x).backward()
-
-    step()
-    eager_bytes, _ = measure_peak(step, torch.device("cpu"))
+    eager_bytes = measured_bytes(model, x)
     plan = assert_carried_out(model, x)
     assert plan.peak_bytes - plan.total_static_bytes < 0.85 * eager_bytes
 
@@ -162,11 +142,8 @@ class Foreign(nn.Module):
 
 def test_what_an_operator_from_elsewhere_makes_stays() -> None:
     torch.manual_seed(0)
-    model, x = Foreign(), torch.randn(32, WIDTH)
-    planned = planner.auto_wrap(
-        copy.deepcopy(model), budget=planner.Budget(activations="100%"), search=planner.Search(deterministic=True)
-    )
-    planned(x)
+    model, planned = beside(Foreign(), activation_budget="100%", deterministic=True)
+    planned(x := torch.randn(32, WIDTH))
     assert any(torch.equal(kept, model.layer(x) * 2.0) for kept in KEPT), "it was written over"
 
 
@@ -214,13 +191,7 @@ class Picks(nn.Module):
 @pytest.mark.parametrize("how", ["gather", "index", "index_select", "scatter_add", "index_put"])
 def test_places_are_written_into_what_is_there_as_in_eager(how: str) -> None:
     model, x = Picks(how), torch.randn(256 if how in ("gather", "index", "index_select") else 96, WIDTH)
-
-    def step() -> None:
-        model.zero_grad()
-        model(x).backward()
-
-    step()
-    eager_bytes, _ = measure_peak(step, torch.device("cpu"))
+    eager_bytes = measured_bytes(model, x)
     assert {each[-1] for each in joins(model, x)} & {"scatter_add", "index_put", "index_add"}
     plan = assert_carried_out(model, x)
     assert plan.peak_bytes - plan.total_static_bytes <= eager_bytes + 1024  # sizes are rounded up

@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.common.options import grouped
 from planner.errors import CaptureError
-from tests.models import Stack, looked_at, rows
+from tests.models import DependingOnData, Stack, rows
 from tests.tiers import tiered
 
 BUDGET = {"budget": "100%", "time_limit_seconds": 0.5}
@@ -37,11 +37,6 @@ class Drawing(Stack):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.use(x, random.randint(1, 2)))
-
-
-class DependingOnData(Stack):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 1 if looked_at(self, x) > 0 else x)
 
 
 def steps(model: nn.Module) -> list[float]:

@@ -15,6 +15,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
+from planner.common.options import grouped
 from tests.tiers import tiered
 
 transformers = pytest.importorskip("transformers", reason="the Hugging Face models of the zoo")
@@ -88,9 +89,7 @@ def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runti
     batches = [batch(attention_mask=mask) for mask in (whole, padded, whole)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     model.zero_grad()
-    planner.auto_wrap(
-        model, budget=planner.Budget(activations="90%"), runtime=runtime, search=planner.Search(time_limit_seconds=1.0)
-    )
+    planner.auto_wrap(model, **grouped(activation_budget="90%", runtime=runtime, time_limit_seconds=1.0))
     for kwargs, gradient in zip(batches, expected, strict=True):
         assert close(gradients(model, kwargs), gradient)  # planned
         model.zero_grad()
@@ -107,9 +106,7 @@ def test_padding_gets_its_mask_and_the_plan_keeps_the_budget() -> None:
     batches = [batch(attention_mask=mask) for mask in (whole, padded, whole, padded)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     assert not close(expected[0], expected[1])
-    plan = planner.plan(
-        model, batches[0], budget=planner.Budget(activations="80%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    plan = planner.plan(model, batches[0], **grouped(activation_budget="80%", time_limit_seconds=1.0))
     assert [w for w in plan.warnings if w.rule == "branches-taken" and "attention_mask" in w.evidence]
     planner.auto_wrap(model, budget=plan)
     for kwargs, gradient in zip(batches, expected, strict=True):
@@ -134,9 +131,7 @@ def test_the_first_batch_may_be_the_one_that_needs_the_mask() -> None:
     mask[1, LENGTH // 2 :] = 0
     model = llama()
     expected = gradients(model, batch(attention_mask=mask))
-    plan = planner.plan(
-        model, batch(attention_mask=torch.ones_like(mask)), budget="100%", search=planner.Search(compare=False)
-    )
+    plan = planner.plan(model, batch(attention_mask=torch.ones_like(mask)), **grouped(budget="100%", compare=False))
     planner.auto_wrap(model, budget=plan)
     assert close(gradients(model, batch(attention_mask=mask)), expected)
 

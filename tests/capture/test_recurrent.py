@@ -12,7 +12,9 @@ from torch import nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from planner.common.options import grouped
 from tests.models import Recurrent
+from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
 BATCH, LENGTH, FEATURES, SIZE = 3, 4, 16, 24
@@ -29,14 +31,6 @@ class Stack(nn.Module):
         return self.head(output).square().mean() + sum(part.square().mean() for part in last)
 
 
-def step(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    loss = model(*inputs)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
 def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(BATCH, LENGTH, FEATURES, generator=torch.Generator().manual_seed(2)).to(dtype)
 
@@ -51,10 +45,10 @@ def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_stack_gives_what_eager_gives(kind: str, layers: int, bidirectional: bool) -> None:
     options = {"num_layers": layers, "bidirectional": bidirectional, "dropout": 0.5 if layers > 1 else 0.0}
     model = Stack(kind, batch_first=True, **options)
-    expected = step(model, x())
+    model(x())  # its lazy layer has drawn its weights
+    expected = train(model, x())
     planner.auto_wrap(model, x(), budget="100%")
-    for actual, wanted in zip(step(model, x()), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(train(model, x()), expected, rtol=1e-4, atol=1e-6)
 
 
 WITHOUT_BIAS, PROJECTED, PLAIN = {"bias": False}, {"proj_size": 8}, {}
@@ -71,20 +65,18 @@ def test_an_lstm_gives_what_eager_gives(options: dict[str, object], dtype: torch
     model = Stack("LSTM", num_layers=2, dropout=0.5, **options)
     model(x())
     model.to(dtype)
-    expected = step(model, x(dtype))
+    expected = train(model, x(dtype))
     planner.auto_wrap(model, x(dtype), budget="100%")
     tolerance = {torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
-    for actual, wanted in zip(step(model, x(dtype)), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(train(model, x(dtype)), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_what_comes_before_a_stack_of_16_bits_gets_its_gradient() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, FEATURES), Stack("LSTM", num_layers=2)).to(torch.bfloat16)
     model(x(torch.bfloat16))
-    expected = step(model, x(torch.bfloat16))
+    expected = train(model, x(torch.bfloat16))
     planner.auto_wrap(model, x(torch.bfloat16), budget="100%")
-    for actual, wanted in zip(step(model, x(torch.bfloat16)), expected, strict=True):
-        assert torch.equal(actual, wanted)
+    assert_same(expected, train(model, x(torch.bfloat16)))
 
 
 def test_an_lstm_under_autocast_has_the_bits_of_eager() -> None:
@@ -113,11 +105,12 @@ def test_an_lstm_under_autocast_has_the_bits_of_eager() -> None:
 def test_a_state_that_is_given_gets_its_gradient() -> None:
     model = Stack("LSTM", num_layers=2)
     state = torch.randn(2, LENGTH, SIZE, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    expected = [*step(model, x(), state), state.grad.clone()]
+    model(x())
+    expected, gradient = train(model, (x(), state)), state.grad.clone()
     state.grad = None
     planner.auto_wrap(model, (x(), state), budget="100%")
-    for actual, wanted in zip([*step(model, x(), state), state.grad], expected, strict=True):
-        assert torch.equal(actual, wanted)
+    assert_same(expected, train(model, (x(), state)))
+    assert torch.equal(state.grad, gradient)
 
 
 def test_a_layer_of_onednn_is_one_operation_each_way() -> None:
@@ -142,9 +135,7 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
     model(x())
     model.to(dtype)
     wide = torch.randn(256, 4, FEATURES, dtype=dtype)
-    plan = planner.plan(
-        model, wide, budget=planner.Budget(activations="85%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    plan = planner.plan(model, wide, **grouped(activation_budget="85%", time_limit_seconds=1.0))
     proof = planner.verify(model, wide, plan, timed_steps=1)
     assert plan.recomputations
     assert proof.exact, proof.differences
@@ -154,10 +145,10 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
 @pytest.mark.parametrize("runtime", ["regional", "modules"])
 def test_planning_leaves_a_layer_with_its_own_weights(runtime: str) -> None:
     model = Recurrent(width=FEATURES)
-    expected = step(model, x())
+    expected = train(model, x())
     planner.auto_wrap(model, x(), budget="100%", runtime=runtime, search=planner.Search(time_limit_seconds=1.0))
     for layer in model.layers:  # what it last ran with, and tells a change by
         assert all(own is kept for own, kept in zip(layer.all_weights[0], layer._flat_weights, strict=True))
         assert all(own is ref() for own, ref in zip(layer.all_weights[0], layer._flat_weight_refs, strict=True))
     for _ in range(3):
-        assert all(map(torch.equal, step(model, x()), expected))
+        assert_same(expected, train(model, x()))

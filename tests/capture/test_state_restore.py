@@ -15,6 +15,7 @@ import planner
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import FakeTensor
+from planner.common.options import grouped
 
 TABLES: dict[int, torch.Tensor] = {}
 
@@ -162,12 +163,7 @@ def test_weights_and_inputs_that_a_step_with_data_writes_into_are_as_before(runt
     model, x = Writing(), torch.randn(16, 8)
     before = [tensor.clone() for tensor in (*model.parameters(), x)]
     planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="100%"),
-        runtime=runtime,
-        search=planner.Search(time_limit_seconds=1),
-        loss_fn=torch.Tensor.mean,
+        model, x, loss_fn=torch.Tensor.mean, **grouped(activation_budget="100%", runtime=runtime, time_limit_seconds=1)
     )
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
 
@@ -188,12 +184,7 @@ def test_weights_that_a_step_with_data_gives_other_memory_have_their_own_again(r
     model, x = Moving(), torch.randn(16, 8)
     before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
     planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="100%"),
-        runtime=runtime,
-        search=planner.Search(time_limit_seconds=1),
-        loss_fn=torch.Tensor.mean,
+        model, x, loss_fn=torch.Tensor.mean, **grouped(activation_budget="100%", runtime=runtime, time_limit_seconds=1)
     )
     for parameter, (at, then) in zip(model.parameters(), before, strict=True):
         assert parameter.data_ptr() == at and torch.equal(parameter, then)

@@ -35,6 +35,7 @@ from planner.runtimes.regional import lower_regional
 from planner.session.eager_study import study_eager
 from planner.session.step import Options, lower_as_run
 from planner.zoo.modules import MiniGPT
+from tests.models import mean_square
 
 WIDTH = 64
 
@@ -81,10 +82,6 @@ def perceptrons(rows: int = 32) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(Perceptron() for _ in range(3))), torch.randn(rows, WIDTH)
 
 
-def mean_of_squares(y: torch.Tensor) -> torch.Tensor:
-    return y.square().mean()
-
-
 @cache
 def ways_of(build: Callable[[], tuple[nn.Module, torch.Tensor]], loss_fn: LossFunction | None = None) -> Graphs:
     """Return the step of a model that several tests read by each way in."""
@@ -109,7 +106,7 @@ def test_a_users_own_file_may_have_a_name_of_ours() -> None:
 # The loss.
 
 
-@pytest.mark.parametrize("loss_fn", [None, mean_of_squares], ids=["none known", "known"])
+@pytest.mark.parametrize("loss_fn", [None, mean_square], ids=["none known", "known"])
 def test_the_loss_is_one_operation_whichever_way_a_step_came_in(loss_fn: LossFunction | None) -> None:
     losses = [graph.operations[graph.loss_index] for graph in ways_of(perceptrons, loss_fn).all()]
     assert {(op.key, op.name, op.target, op.module, op.phase, op.recomputable, op.dtype) for op in losses} == {
@@ -119,7 +116,7 @@ def test_the_loss_is_one_operation_whichever_way_a_step_came_in(loss_fn: LossFun
 
 def test_the_loss_takes_the_same_memory_whichever_way_a_step_came_in() -> None:
     held = []
-    for graph in ways_of(perceptrons, mean_of_squares).all():
+    for graph in ways_of(perceptrons, mean_square).all():
         made = [graph.values[value] for value in graph.operations[graph.loss_index].outputs]
         held.append([(value.name, value.size_bytes, value.kind) for value in made if value.name.startswith("loss")])
     assert held[0] == held[1] == held[2] and len(held[0]) == 2
@@ -187,7 +184,7 @@ def ways_of_mini_gpt() -> Graphs:
 VOCABULARY = 100
 
 
-@pytest.mark.parametrize("loss_fn", [None, mean_of_squares], ids=["no loss known", "loss known"])
+@pytest.mark.parametrize("loss_fn", [None, mean_square], ids=["no loss known", "loss known"])
 @pytest.mark.parametrize("build", [linear_and_gelu, perceptrons, transformer])
 def test_blocks_in_a_row_are_the_same_operations_and_the_same_peak_by_all_ways(
     build: Callable[[], tuple[nn.Module, torch.Tensor]], loss_fn: LossFunction | None

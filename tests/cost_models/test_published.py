@@ -7,6 +7,7 @@ import pytest
 import planner
 from planner import zoo
 from planner.capture.fake_internals import fake_mode
+from planner.common.options import grouped
 
 MIXED_A100, TF32_A100 = 2470, 938
 """Images a second of a ResNet-50 of NVIDIA's examples, from which the shares of convolutions were taken."""
@@ -19,10 +20,7 @@ def images_per_second(device: str, dtype: str) -> float:
     plan = planner.plan(
         built.model,
         planner.Inputs.of(built.example_args or None, built.example_kwargs),
-        budget=planner.Budget(activations="100%"),
-        target=planner.Target(device, cost_model="roofline"),
-        search=planner.Search(compare=False),
-        runtime="graph",
+        **grouped(activation_budget="100%", device=device, cost_model="roofline", compare=False, runtime="graph"),
     )
     return 256 / plan.step_seconds
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.errors import UsageError
 from tests.cuda import gpu
 
@@ -56,9 +57,7 @@ class Tower(nn.Module):
 def test_what_is_drawn_again_is_drawn_from_the_same_state(runtime: str, by_name: bool, gives_host: bool) -> None:
     model, x = Tower(by_name=by_name, gives_host=gives_host).to("cuda:1"), torch.randn(2048, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0
-    planner.auto_wrap(
-        model, x, budget=planner.Budget(activations="50%"), runtime=runtime, search=planner.Search(time_limit_seconds=1)
-    )
+    planner.auto_wrap(model, x, **grouped(activation_budget="50%", runtime=runtime, time_limit_seconds=1))
     model(x).backward()
     for _ in range(2):
         _seen.clear()

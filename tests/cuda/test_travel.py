@@ -212,11 +212,7 @@ def test_a_profile_that_was_taken_on_the_gpu_serves_elsewhere() -> None:
     profile = planner.profile(model, x, time_limit_seconds=20)
     model, x = example("cpu")
     plan = planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="70%"),
-        target=planner.Target(name, profile=profile),
-        search=planner.Search(time_limit_seconds=1),
+        model, x, **grouped(activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
     )
     options = Options.of({"device": name})
     step = lower_as_run(model, captured(model, Inputs.of(x), options), options)

@@ -29,6 +29,7 @@ from planner import exporters
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, run_backward
 from planner.capture.memory import measure_peak
+from planner.common.options import grouped
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
 from planner.ir.checkpoints import forward_of, region_of
@@ -378,7 +379,7 @@ def exported() -> dict[str, Export]:
     model, inputs = gpt()
     study = planner.study(model, inputs, runtime="modules")
     plan = planner.plan(
-        model, inputs, budget="75%", search=planner.Search(time_limit_seconds=0.5, deterministic=True, compare=False)
+        model, inputs, **grouped(budget="75%", time_limit_seconds=0.5, deterministic=True, compare=False)
     )
     return {to: planner.export(plan, to=to, study=study) for to in (*NAMING, "deepspeed")}
 
@@ -503,7 +504,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     inputs = {"input_ids": torch.randint(128, (4, 64)), "labels": torch.randint(128, (4, 64))}
     study = planner.study(model, inputs, runtime="modules")
     plan = planner.plan(
-        model, inputs, budget="85%", search=planner.Search(time_limit_seconds=0.5, deterministic=True, compare=False)
+        model, inputs, **grouped(budget="85%", time_limit_seconds=0.5, deterministic=True, compare=False)
     )
     made = planner.export(plan, to="huggingface", study=study)
     assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 3

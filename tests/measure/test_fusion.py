@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.ir.graph import Phase
 from planner.measure import costing, fusion
 
@@ -23,11 +24,7 @@ def test_inside_a_kernel_nothing_goes_to_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(costing, "fused_costs", fused)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     planner.plan(
-        model,
-        torch.randn(128, 64),
-        budget="1GiB",
-        runtime="inductor",
-        search=planner.Search(compare=False, time_limit_seconds=1.0),
+        model, torch.randn(128, 64), **grouped(budget="1GiB", runtime="inductor", compare=False, time_limit_seconds=1.0)
     )
     lowered, alone, written, spec, _scale, together = seen[0]
     operations = lowered.graph.operations

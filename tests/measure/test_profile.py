@@ -94,9 +94,7 @@ def test_a_measured_plan_is_applied_without_measuring_again(
 ) -> None:
     torch.manual_seed(0)
     model, path = Net(), tmp_path / "plan.json"
-    plan = planner.plan(
-        model, torch.randn(BATCH, 64), budget=planner.Budget(activations="80%"), target=planner.Target(profile=profile)
-    )
+    plan = planner.plan(model, torch.randn(BATCH, 64), **grouped(activation_budget="80%", profile=profile))
     plan.save(path)
     monkeypatch.setattr(profiling, "measure", None)
     wrapped = planner.auto_wrap(model, budget=planner.Plan.load(path))
@@ -114,12 +112,7 @@ def test_another_batch_is_scaled_and_says_so(profile: Profile) -> None:
 
 def test_another_step_device_or_version_is_refused(profile: Profile) -> None:
     with pytest.raises(ProfileMismatchError, match="another step"):
-        planner.plan(
-            Net(depth=3),
-            torch.randn(2 * BATCH, 64),
-            budget=planner.Budget(activations="80%"),
-            target=planner.Target(profile=profile),
-        )
+        planner.plan(Net(depth=3), torch.randn(2 * BATCH, 64), **grouped(activation_budget="80%", profile=profile))
     with pytest.raises(ProfileMismatchError, match="profile is of cpu, the plan for h100"):
         planned(profile, device="h100")
     with pytest.raises(ProfileMismatchError, match=r"torch 1\.0"):

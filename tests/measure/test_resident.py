@@ -86,11 +86,7 @@ def test_fsdp2_spreads_gradients() -> None:
     x = torch.randn(BATCH, WIDTH)
     alone = planner.plan(Net(), x, budget=planner.Budget(activations="100%"), target="a100-80")
     shared = planner.plan(
-        Net(),
-        x,
-        budget=planner.Budget(activations="100%"),
-        target="a100-80",
-        training=planner.Training(data_parallel="fsdp2", ranks=8),
+        Net(), x, **grouped(activation_budget="100%", device="a100-80", data_parallel="fsdp2", ranks=8)
     )
     left = [plan.optimizer_peak_bytes - plan.total_static_bytes for plan in (alone, shared)]  # gradients, and the loss
     assert left == [WHOLE_BYTES + 512, (BLOCKS + 1) * BLOCK_BYTES // 8 + 512 + 512]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from planner.capture import fake_mode
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.measure import workspace
+from tests.models import Stack, perceptron
+from tests.runtimes.steps import measured_bytes
 from tests.tiers import tiered
 
 aten = torch.ops.aten
@@ -33,20 +36,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_known", {})
 
 
-class Blocks(nn.Module):
-    """Dropout, which on a CPU draws integers before it has a mask."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, WIDTH))
-            for _ in range(depth)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+def blocks(depth: int = 2) -> Stack:
+    """Return blocks with dropout, which on a CPU draws integers before it has a mask."""
+    return Stack(depth, partial(perceptron, WIDTH, hidden=512, dropout=0.1))
 
 
 class Reconstruction(nn.Module):
@@ -108,17 +100,13 @@ def assert_peak_is_as_predicted(model: nn.Module, x: torch.Tensor, autocast: boo
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_is_seen_while_the_model_is_traced(autocast: bool) -> None:
-    model = planner.auto_wrap(
-        Blocks(), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(blocks(), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     assert_peak_is_as_predicted(model, data(), autocast)
 
 
 @pytest.mark.parametrize("solver", tiered(["sqrt", "chain-dp"], slow=["chain-dp"]))
 def test_the_state_of_the_generator_is_counted_where_random_operations_run_again(solver: str) -> None:
-    model = planner.auto_wrap(
-        Blocks(4), budget=planner.Budget(activations="60%"), search=planner.Search(solver, time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(blocks(4), **grouped(activation_budget="60%", solver=solver, time_limit_seconds=1.0))
     assert_peak_is_as_predicted(model, data())
     again = itertools.chain(*planner.plan_of(model).recomputations.values())
     assert any("native_dropout" in operation for operation in again)
@@ -144,18 +132,13 @@ def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
 @pytest.mark.parametrize("shift", [0.0, 9.0])
 def test_groups_may_be_of_any_size(shift: float) -> None:
     x = data() + shift * (torch.arange(WIDTH) == 1)  # with a shift all rows are of one group
-    model = planner.auto_wrap(
-        Experts(), budget=planner.Budget(activations="100%"), search=planner.Search(time_limit_seconds=1.0)
-    )
-    model(x).backward()
-    model.zero_grad()
-    plan = planner.plan_of(model)
-    measured_bytes = measure_peak(lambda: model(x).backward(), torch.device("cpu"))[0]
-    assert measured_bytes + sum(plan.static_bytes.values()) <= plan.peak_bytes
+    model = planner.auto_wrap(Experts(), **grouped(activation_budget="100%", time_limit_seconds=1.0))
+    found_bytes, plan = measured_bytes(model, x), planner.plan_of(model)
+    assert found_bytes + sum(plan.static_bytes.values()) <= plan.peak_bytes
 
 
 def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Blocks()
+    model = blocks()
     asked = {"activation_budget": "60%", "deterministic": True, "time_limit_seconds": 0.25, "compare": False}
     expected = planner.plan(copy.deepcopy(model), data(), **grouped(**asked))
     workspace._known.clear()
@@ -169,7 +152,7 @@ def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("effort", [{"seconds": 0.0}, {"operation_bytes": 0}])
 def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dict[str, float]) -> None:
     monkeypatch.setattr(workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
-    plan = planner.plan(Blocks(4), data(), budget=planner.Budget(activations="60%"), search="sqrt")
+    plan = planner.plan(blocks(4), data(), budget=planner.Budget(activations="60%"), search="sqrt")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
     assert "aten." in warning.evidence and warning.is_problem
 
@@ -198,7 +181,7 @@ def test_no_more_memory_is_filled_than_an_operation_reads(monkeypatch: pytest.Mo
 
 
 def test_a_profile_that_saw_less_hides_nothing() -> None:
-    model = Blocks()
+    model = blocks()
     made = planner.profile(model, data(), time_limit_seconds=5.0)
     blind = replace(made, measurements={s: replace(m, workspace_bytes=0) for s, m in made.measurements.items()})
     plan = planner.plan(model, data(), budget=planner.Budget(activations="100%"), target=planner.Target(profile=blind))
@@ -214,8 +197,6 @@ def test_what_inductor_writes_itself_is_not_run(monkeypatch: pytest.MonkeyPatch)
         return on_cpu(nodes, device)
 
     monkeypatch.setattr(workspace, "_on_cpu", seen)
-    planner.plan(
-        Blocks(), torch.randn(ROWS, WIDTH), budget="1GiB", runtime="inductor", search=planner.Search(compare=False)
-    )
+    planner.plan(blocks(), torch.randn(ROWS, WIDTH), **grouped(budget="1GiB", runtime="inductor", compare=False))
     assert {"aten.mm.default", "aten.addmm.default", "aten.native_dropout.default"} <= ran
     assert not {name for name in ran if name.startswith(("aten.add.", "aten.mul.", "prims."))}

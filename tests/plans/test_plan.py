@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,41 +21,20 @@ from planner.errors import (
     ScheduleError,
     UsageError,
 )
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
+from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.layers import collapse, find_layers
-from planner.ir.problem import Solution
-from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.comparison import every_nth_layer
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.liveness import anatomy_of_peak, placement
 from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin, Verification
-from tests.example_graphs import Builder, transformer
-from tests.planned import make_plan, make_problem
+from tests.example_graphs import Builder, random_drops, transformer
+from tests.planned import by_hand, make_plan, make_problem
 from tests.tiers import tiered
 
 GRAPH, COSTS = transformer(4)
 UNPLANNED_BYTES = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH)).peak_bytes + GRAPH.total_static_bytes
-
-
-def random_schedule(graph: TrainingGraph, seed: int) -> Schedule:
-    """Return a schedule with drops anywhere, nested recomputation included."""
-    chance = random.Random(seed)
-    dropped: dict[int, list[int]] = {}
-    for value in range(len(graph.values)):
-        for _ in range(chance.randrange(3)):
-            dropped.setdefault(chance.randrange(graph.producer[value], len(graph.operations)), []).append(value)
-    return recompute_lazily(graph, dropped)
-
-
-def solution_for(graph: TrainingGraph, costs: tuple[OperationCost, ...], schedule: Schedule) -> Solution:
-    evaluation = simulate(graph, costs, schedule)
-    return Solution(
-        solver="test",
-        schedule=schedule,
-        peak_bytes=evaluation.peak_bytes,
-        recompute_seconds=evaluation.recompute_seconds,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +49,7 @@ def plan() -> Plan:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_anatomy_and_placement_add_up_exactly(seed: int) -> None:
-    schedule = Schedule.keep_all(GRAPH) if seed == 0 else random_schedule(GRAPH, seed)
+    schedule = Schedule.keep_all(GRAPH) if seed == 0 else random_drops(GRAPH, seed)
     evaluation = simulate(GRAPH, COSTS, schedule)
     anatomy = anatomy_of_peak(GRAPH, COSTS, schedule, evaluation)
     assert sum(anatomy.values()) == evaluation.peak_bytes + GRAPH.total_static_bytes
@@ -122,7 +100,7 @@ def test_baselines_stand_beside_the_plan(plan: Plan) -> None:
 
 def test_a_false_claim_is_refused() -> None:
     problem = make_problem(GRAPH, COSTS, budget="100%")
-    solution = solution_for(GRAPH, COSTS, Schedule.keep_all(GRAPH))
+    solution = by_hand(problem, Schedule.keep_all(GRAPH))
     with pytest.raises(ClaimMismatchError):
         plan_from_solution(problem, dataclasses.replace(solution, peak_bytes=solution.peak_bytes - 64))
 
@@ -196,9 +174,9 @@ def test_an_infeasible_budget_says_when_gradients_alone_break_it() -> None:
 
 @pytest.mark.parametrize("seed", range(1, 10))
 def test_decisions_survive_the_plan_file(seed: int) -> None:
-    schedule = random_schedule(GRAPH, seed)
+    schedule = random_drops(GRAPH, seed)
     problem = make_problem(GRAPH, COSTS, activation_budget=2**40)
-    plan = plan_from_solution(problem, solution_for(GRAPH, COSTS, schedule), compare=False)
+    plan = plan_from_solution(problem, by_hand(problem, schedule), compare=False)
     assert Plan.from_json(plan.to_json()).schedule_for(GRAPH) == schedule
 
 
@@ -227,37 +205,19 @@ def test_the_report_has_every_key_of_schema_1(plan: Plan) -> None:
         ),
     )  # fmt: skip
     report = verified.report()
-    for path in [
-        "schema",
-        "model",
-        "torch",
-        "status",
-        "budget_bytes",
-        "static_bytes",
-        "baseline.peak_bytes",
-        "baseline.step_seconds",
-        "predicted.peak_bytes",
-        "predicted.peak_at.operation",
-        "predicted.peak_at.module",
-        "predicted.peak_at.source",
-        "predicted.overhead",
-        "predicted.recompute_seconds",
-        "lower_bound.overhead",
-        "minimum_feasible_peak_bytes",
-        "solver.name",
-        "solver.seconds",
-        "capture_seconds",
-        "cost_model",
-        "placement",
-        "measured.peak_bytes",
-        "measured.overhead",
-        "measured.loss_equal",
-        "measured.gradients_bitwise_equal",
-        "measured.buffers_equal",
-    ]:
-        node: Any = report
-        for part in path.split("."):
-            node = node[part]
+    parts = {
+        "baseline": {"peak_bytes", "step_seconds"},
+        "predicted": {"peak_bytes", "peak_at", "overhead", "recompute_seconds"},
+        "lower_bound": {"overhead"},
+        "solver": {"name", "seconds"},
+        "measured": {"peak_bytes", "overhead", "loss_equal", "gradients_bitwise_equal", "buffers_equal"},
+    }
+    assert report.keys() >= {
+        "schema", "model", "torch", "status", "budget_bytes", "static_bytes", "minimum_feasible_peak_bytes",
+        "capture_seconds", "cost_model", "placement",
+    }  # fmt: skip
+    assert all(report[part].keys() >= keys for part, keys in parts.items())
+    assert report["predicted"]["peak_at"].keys() >= {"operation", "module", "source"}
     for layer in report["placement"]:
         assert {"module", "saved_bytes", "freed_bytes", "recomputed", "added_seconds"} <= set(layer)
     assert "measured" not in plan.report() and "operations" not in plan.report()
@@ -369,6 +329,12 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*path, key))
 
 
+def parent_of(data: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
+        data = data[key]
+    return data
+
+
 def only_peaks(data: Any) -> None:
     """Leave one point of each timeline: thousands of files are read, and one point is as good as many."""
     for line in data["details"]["timeline"].values():
@@ -381,10 +347,7 @@ def test_wrong_types_anywhere_are_refused_or_harmless(plan: Plan) -> None:
     for path in places(good):
         for wrong in (None, True, -1, 10**30, 1e308, "text", "\x1b[2J", "x" * 20_000, [], [[]], {}, {"a": {}}):
             bad = copy.deepcopy(good)
-            parent = bad
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = wrong
+            parent_of(bad, path)[path[-1]] = wrong
             try:
                 read = Plan.from_json(json.dumps(bad))
             except PlanFileError as error:
@@ -402,10 +365,7 @@ def test_a_missing_field_is_named(plan: Plan) -> None:
     optional.add("proven_minimum_peak_bytes")
     for path in places(good):
         bad = copy.deepcopy(good)
-        parent = bad
-        for key in path[:-1]:
-            parent = parent[key]
-        del parent[path[-1]]
+        del parent_of(bad, path)[path[-1]]
         free = path[0] in ("fingerprint", "decisions", "static_bytes") and len(path) > 1
         if free or isinstance(path[-1], int) or path[-1] in optional or "targets" in path[:-1]:
             continue
@@ -431,9 +391,7 @@ def test_contradictory_numbers_are_refused(plan: Plan) -> None:
         (("static_bytes", "parameters"), "above the peak"),
     ):
         bad = copy.deepcopy(good)
-        parent = bad
-        for key in path[:-1]:
-            parent = parent[key]
+        parent = parent_of(bad, path)
         parent[path[-1]] = 5 if path == ("budget_bytes",) else parent[path[-1]] + 10**12
         assert message in refused(json.dumps(bad))
 
@@ -466,19 +424,6 @@ def layers_of(modules: list[str]) -> tuple[tuple[str, ...], list[str]]:
              "transformer.h.1", "transformer.ln_f", "lm_head", ""],
             ["transformer.h.0", "transformer.h.1"],
             ["transformer.wte", "transformer.ln_f", "lm_head", ""],
-        ),
-        (
-            ["bert.embeddings.word_embeddings", "bert.embeddings.LayerNorm", "bert.encoder.layer.0.attention.query",
-             "bert.encoder.layer.1.output.dense", "cls.predictions.transform.dense", "bert"],
-            ["bert.encoder.layer.0", "bert.encoder.layer.1"],
-            ["bert.embeddings", "cls", "bert"],
-        ),
-        (
-            [f"resnet.encoder.stages.{s}.layers.{b}{rest}" for s in (0, 1) for b in (0, 1)
-             for rest in (".layer.0.convolution", ".layer.0.normalization", ".layer.1.convolution", "", ".activation")]
-            + ["resnet.embedder.embedder.convolution", "resnet.pooler", "classifier.1"],
-            [f"resnet.encoder.stages.{s}.layers.{b}" for s in (0, 1) for b in (0, 1)],
-            ["resnet.embedder", "resnet.pooler", "classifier"],
         ),
         (
             ["conv1", "bn1", "layer1.0.conv1", "layer1.0", "layer1.1.downsample.0", "layer1.1", "layer2.0.bn1", "fc"],

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.errors import PlanMismatchError
 from planner.plans import device_file
 from planner.report import render
@@ -100,13 +101,7 @@ def without_wording(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_profile_is_planned_with() -> None:
     profile = planner.load_profile(FILES / "toy.profile")
-    plan = planner.plan(
-        schema1.model(),
-        schema1.inputs(),
-        budget="100%",
-        target=planner.Target(profile=profile),
-        search=planner.Search(compare=False),
-    )
+    plan = planner.plan(schema1.model(), schema1.inputs(), **grouped(budget="100%", profile=profile, compare=False))
     assert plan.cost_model == "measured" and profile.model == "toy"
 
 
@@ -115,5 +110,5 @@ def test_a_device_is_planned_for() -> None:
     device = device_file.load(path)
     assert json.loads(path.read_text(encoding="utf-8")) == {"schema": 1, **asdict(device)}
     assert planner.plan(
-        schema1.model(), schema1.inputs(), budget="100%", target=str(path), search=planner.Search(compare=False)
+        schema1.model(), schema1.inputs(), **grouped(budget="100%", device=str(path), compare=False)
     ).device

@@ -17,7 +17,6 @@ from planner.common.units import format_bytes
 from planner.errors import UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import Phase
-from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
 from planner.plans.from_solution import plan_from_solution
@@ -26,7 +25,7 @@ from planner.report import render
 from planner.report.style import compact_count
 from planner.report.verdict import verdict
 from tests.example_graphs import transformer
-from tests.planned import make_plan, make_problem
+from tests.planned import by_hand, make_plan, make_problem
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 """Reports of the example plan are there; ``test_golden.py`` holds them to what is rendered today."""
@@ -48,15 +47,9 @@ def example_plan(*, verified: bool = True) -> Plan:
     ]
     schedule = recompute_lazily(graph, {turn: dropped})
     evaluation = simulate(graph, costs, schedule)
-    solution = Solution(
-        solver="ilp",
-        schedule=schedule,
-        peak_bytes=evaluation.peak_bytes,
-        recompute_seconds=evaluation.recompute_seconds,
-        lower_bound_seconds=0.45 * evaluation.recompute_seconds,
-        solve_seconds=1.25,
-    )
     problem = make_problem(graph, costs, activation_budget=evaluation.peak_bytes + 2**19)
+    bound_seconds = 0.45 * evaluation.recompute_seconds
+    solution = by_hand(problem, schedule, solver="ilp", lower_bound_seconds=bound_seconds, solve_seconds=1.25)
     plan = plan_from_solution(problem, solution, origin=PlanOrigin(capture_seconds=2.5, torch_version="2.13.0"))
     measured = Verification(
         peak_bytes=plan.peak_bytes - 88,

@@ -243,11 +243,7 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
     others, model, x = live(), make().double(), data(rank).double()
     for block in model.blocks:
         block.compile()
-    planner.auto_wrap(
-        model,
-        budget=planner.Budget(activations="66%"),
-        search=planner.Search(time_limit_seconds=1.0, deterministic=True),
-    )
+    planner.auto_wrap(model, **grouped(activation_budget="66%", time_limit_seconds=1.0, deterministic=True))
     peak, running = peak_of(lambda: distributed(model, way), x, others)
     found = gradients(running)
     off = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
@@ -397,11 +393,7 @@ def saved(rank: int) -> dict[str, Any]:
     def made(*, planned: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = distributed(make(), "fsdp2")
         if planned:
-            planner.auto_wrap(
-                model,
-                budget=planner.Budget(activations="75%"),
-                search=planner.Search(time_limit_seconds=1.0, deterministic=True),
-            )
+            planner.auto_wrap(model, **grouped(activation_budget="75%", time_limit_seconds=1.0, deterministic=True))
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

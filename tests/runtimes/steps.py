@@ -10,10 +10,10 @@ from torch import nn
 
 import planner
 from planner.capture.inputs import LossFunction
-from planner.capture.memory import Recording, record
+from planner.capture.memory import Recording, measure_peak, record
 from planner.common.options import grouped
 from planner.diagnose.verification import bitwise_equal
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, Verification
 from planner.rewrite import host_copies
 
 Left = dict[str, torch.Tensor | None]
@@ -129,6 +129,21 @@ def hold_peak(
     host_bytes = plan.offloading.host_bytes if plan.offloading else 0
     assert 0.99 * host_bytes <= pool.peak_bytes <= host_bytes
     assert pool.in_use_bytes == 0
+
+
+def measured_bytes(model: nn.Module, x: Any, loss_fn: LossFunction | None = None) -> int:
+    """Return what a later step of a model, planned or not, allocates at its peak beside what is resident."""
+    step(model, x, loss_fn)
+    model.zero_grad()
+    return measure_peak(lambda: step(model, x, loss_fn), torch.device("cpu"))[0]
+
+
+def verified(model: nn.Module, x: Any, plan: Plan, *, least: float = 0.999) -> Verification:
+    """Hold real steps of a plan to the bits of eager, and to its peak as :func:`hold_peak` does."""
+    found = planner.verify(model, x, plan, timed_steps=1)
+    assert found.exact, found.differences
+    assert least * plan.peak_bytes <= found.peak_bytes <= plan.peak_bytes
+    return found
 
 
 def peak_of(recording: Recording, alignment_bytes: int = 64) -> int:

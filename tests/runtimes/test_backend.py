@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.runtimes._backend import Backend
 from tests.models import SEQUENCES, Stack, Transformer, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, peak_of, step, train
+from tests.runtimes.steps import assert_gradients, assert_same, peak_of, step, train
 from tests.tiers import tiered
 
 AMPLE = "1GiB"
@@ -45,11 +45,7 @@ class Broken(nn.Module):
         return self.second(x)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def backend(budget: Any = AMPLE, runtime: str = "graph", **options: Any) -> Backend:
@@ -152,8 +148,7 @@ def test_two_forwards_before_a_backward_count_twice() -> None:
         model.zero_grad()
         both(plain).backward()
         both(model).backward()
-        for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad), name
+        assert_gradients(plain, model)
     assert set(model.backend.plans) == {"graph 1", "graph 1, call 2"}
 
 

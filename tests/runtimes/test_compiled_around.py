@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import planner
 from planner import runtimes
 from planner.api import running_on
 from planner.capture.torch_internals import Unsupported, installed_call
+from planner.common.options import grouped
 from planner.errors import UsageError
 from tests.models import Stack, mean_square, rows
 from tests.runtimes.steps import assert_same, train
@@ -32,16 +32,10 @@ class Around(nn.Module):
 
 
 def wrap(model: nn.Module, runtime: str = "graph") -> nn.Module:
-    return planner.auto_wrap(
-        model, budget=planner.Budget(activations="80%"), runtime=runtime, search=planner.Search(time_limit_seconds=2.0)
-    )
+    return planner.auto_wrap(model, **grouped(activation_budget="80%", runtime=runtime, time_limit_seconds=2.0))
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.mark.parametrize("runtime", tiered(runtimes.names(), quick=["graph", "modules", "regional"]))
@@ -115,12 +109,7 @@ def test_parts_are_not_compiled_where_there_is_no_memory(runtime: str) -> None:
         block.compile(backend="eager", fullgraph=True)
     with pytest.warns(UserWarning, match="compiled by their own"):
         planner.auto_wrap(
-            model,
-            rows(),
-            budget="90%",
-            runtime=runtime,
-            search=planner.Search(time_limit_seconds=1.0),
-            loss_fn=mean_square,
+            model, rows(), loss_fn=mean_square, **grouped(budget="90%", runtime=runtime, time_limit_seconds=1.0)
         )
     mean_square(model(rows())).backward()
     assert all(installed_call(block) is not None for block in model.blocks)
@@ -136,12 +125,7 @@ def test_parts_that_are_compiled_before_run_as_planned_and_that_is_said(
     for block in model.blocks:
         block.compile(backend="eager")
     with pytest.warns(UserWarning, match=r"compile\(\) \(blocks.0, blocks.1, blocks.2 and 9 more\)"):
-        planner.auto_wrap(
-            model,
-            budget=planner.Budget(activations="80%"),
-            runtime=runtime,
-            search=planner.Search(time_limit_seconds=1.0),
-        )
+        planner.auto_wrap(model, **grouped(activation_budget="80%", runtime=runtime, time_limit_seconds=1.0))
     for _ in range(2):
         assert_same(train(plain, rows()), train(model, rows()))
         plain.zero_grad()

@@ -290,7 +290,7 @@ class Case:
 
 def _case(way: str, build: Callable[[], nn.Module], x: Any, share: str | None, **more: Any) -> Case:
     """Return a case of one of the ways to need less memory; more than that is of the case, or asked for."""
-    asked = {"time_limit_seconds": 2.0, "deterministic": True} | ({} if share is None else {"activation_budget": share})
+    asked = {"time_limit_seconds": 0.5, "deterministic": True} | ({} if share is None else {"activation_budget": share})
     ask, uses = WAYS[way]
     fields = {name: more.pop(name) for name in ("uses", "from_file", "under_autocast") if name in more}
     return Case(build=build, x=x, ask={**asked, **ask, **more}, **{"uses": uses, **fields})

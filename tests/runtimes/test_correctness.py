@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import graph as graph_runtime
@@ -215,11 +216,7 @@ def plain_and_wrapped(
     state = copy.deepcopy(plain.state_dict())
     return (
         plain,
-        planner.auto_wrap(
-            copy.deepcopy(plain),
-            budget=planner.Budget(activations=share),
-            search=planner.Search(time_limit_seconds=0.5),
-        ),
+        planner.auto_wrap(copy.deepcopy(plain), **grouped(activation_budget=share, time_limit_seconds=0.5)),
         state,
     )
 
@@ -237,9 +234,7 @@ def assert_exact(build: Callable[[], nn.Module], step: Step, share: str = "50%")
     try:
         actual = run(start_again(wrapped, state), step)
     except InfeasibleBudgetError as error:  # then what it names must do
-        planner.auto_wrap(
-            wrapped, budget=error.minimum_feasible_peak_bytes, search=planner.Search(time_limit_seconds=0.5)
-        )
+        planner.auto_wrap(wrapped, **grouped(budget=error.minimum_feasible_peak_bytes, time_limit_seconds=0.5))
         actual = run(start_again(wrapped, state), step)
     assert_same(expected, actual)
     assert planner.plan_of(wrapped).recomputations, "nothing was recomputed: the case tests nothing"
@@ -448,22 +443,14 @@ def test_full_backward_hooks_are_refused() -> None:
     model = CASES["plain"]()
     model.blocks[1].register_full_backward_hook(lambda *_: None)
     with pytest.raises(RuntimeUnsupportedError, match=r"blocks\.1"):
-        planner.plan(
-            model,
-            data(),
-            budget=planner.Budget(activations="70%"),
-            runtime="graph",
-            search=planner.Search(time_limit_seconds=1.0),
-        )
+        planner.plan(model, data(), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=1.0))
 
 
 def test_forward_hooks_run() -> None:
     torch.manual_seed(5)
     hooked = CASES["plain"]()
     hooked.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2.0)
-    wrapped = planner.auto_wrap(
-        copy.deepcopy(hooked), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=0.5)
-    )
+    wrapped = planner.auto_wrap(copy.deepcopy(hooked), **grouped(activation_budget="60%", time_limit_seconds=0.5))
     assert_same(run(hooked, one_step), run(wrapped, one_step))
     assert planner.plan_of(wrapped).recomputations
 

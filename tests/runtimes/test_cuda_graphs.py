@@ -198,9 +198,7 @@ LOOPS: list[Loop] = [
 @functools.cache
 def recomputing(has_loss: bool) -> planner.Plan:
     """Plan to run all of each block again, dropout too."""
-    plan = planner.plan(
-        Net(has_loss=has_loss).train(), batches(1)[0], budget=planner.Budget(strategy="every-1"), runtime="graph"
-    )
+    plan = planner.plan(Net(has_loss=has_loss).train(), batches(1)[0], **grouped(strategy="every-1", runtime="graph"))
     assert any("dropout" in key for keys in plan.recomputations.values() for key in keys)
     return plan
 
@@ -208,11 +206,7 @@ def recomputing(has_loss: bool) -> planner.Plan:
 def trained(loop: Loop, *, cuda_graphs: bool, has_loss: bool) -> tuple[list[torch.Tensor], nn.Module]:
     torch.manual_seed(0)
     model = Net(has_loss=has_loss).train()
-    planner.auto_wrap(
-        model,
-        budget=planner.Budget(plan=recomputing(has_loss), replan=True),
-        runtime=planner.Runtime(cuda_graphs=cuda_graphs),
-    )
+    planner.auto_wrap(model, **grouped(plan=recomputing(has_loss), replan=True, cuda_graphs=cuda_graphs))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1)
     with warnings.catch_warnings():
@@ -266,9 +260,7 @@ def test_a_model_that_is_unwrapped_before_its_backward_has_the_same_gradients() 
 def test_what_differs_too_often_is_left_without_graphs() -> None:
     torch.manual_seed(0)
     model = Net().train()
-    planner.auto_wrap(
-        model, budget=planner.Budget(plan=recomputing(True), replan=True), runtime=planner.Runtime(cuda_graphs=True)
-    )
+    planner.auto_wrap(model, **grouped(plan=recomputing(True), replan=True, cuda_graphs=True))
     with pytest.warns(UserWarning, match="runs without CUDA graphs: sizes or parameters change too often"):
         for number in range(40):
             model.zero_grad()
@@ -294,10 +286,7 @@ def test_numbers_of_a_call_are_not_frozen(given: str) -> None:
         torch.manual_seed(0)
         model = Scaled().train()
         planner.auto_wrap(
-            model,
-            budget=planner.Budget(activations="100%"),
-            runtime=planner.Runtime("graph", cuda_graphs=cuda_graphs),
-            search=planner.Search(time_limit_seconds=0.5),
+            model, **grouped(activation_budget="100%", runtime="graph", cuda_graphs=cuda_graphs, time_limit_seconds=0.5)
         )
         seen = []
         for number in range(5):

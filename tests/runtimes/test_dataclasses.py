@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from planner.capture.trees import leaf_tensors, mapped
+from planner.common.options import grouped
 from tests.models import looked_at, perceptron
 from tests.runtimes.steps import assert_same, hold_peak, train, wrap_and_hold
 
@@ -89,13 +90,7 @@ def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:
 
 def test_a_captured_step_is_compared_with_eager_and_verified() -> None:
     model, batch = Model(looks=False), _batch()
-    plan = planner.plan(
-        model,
-        batch,
-        budget=planner.Budget(activations="85%"),
-        search=planner.Search(time_limit_seconds=1.0),
-        loss_fn=_loss,
-    )
+    plan = planner.plan(model, batch, loss_fn=_loss, **grouped(activation_budget="85%", time_limit_seconds=1.0))
     assert plan.runtime == "graph"
     assert plan.eager is not None
     verification = planner.verify(model, batch, plan, loss_fn=_loss)

@@ -51,13 +51,7 @@ def test_a_name_nearby_is_suggested() -> None:
 
 def test_real_steps_keep_the_prediction(runtime: runtimes.Runtime) -> None:
     model, x = Stack(2, block=partial(perceptron, dropout=0.1)), rows(512)
-    plan = planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="70%"),
-        runtime=runtime.name,
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    plan = planner.plan(model, x, **grouped(activation_budget="70%", runtime=runtime.name, time_limit_seconds=1.0))
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences
     assert proof.exact or runtime.tolerance > 0
@@ -134,9 +128,7 @@ def test_a_percentage_stays_one_of_the_step_in_one_piece() -> None:
         return Stack(2, block=partial(perceptron, hidden=600))
 
     whole = planner.study(build(), rows(512)).problem("80%")
-    model = planner.auto_wrap(
-        build(), budget="80%", runtime=planner.Runtime(chunk=4), search=planner.Search(time_limit_seconds=1.0)
-    )
+    model = planner.auto_wrap(build(), **grouped(budget="80%", chunk=4, time_limit_seconds=1.0))
     for count in (512, 256):
         model(rows(count)).backward()
         plan = planner.plan_of(model)

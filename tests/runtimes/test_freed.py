@@ -11,22 +11,16 @@ from contextlib import suppress
 from itertools import product
 
 import pytest
-import torch
 from torch import nn
 
 import planner
 from planner import runtimes
 from planner.common.options import grouped
 from planner.errors import CaptureError
-from tests.models import Stack, looked_at, rows
+from tests.models import DependingOnData, Stack, rows
 from tests.tiers import tiered
 
 BUDGET = {"budget": "80%", "time_limit_seconds": 0.5}
-
-
-class DependingOnData(Stack):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 1 if looked_at(self, x) > 0 else x)
 
 
 def planned(runtime: str) -> nn.Module:

@@ -18,7 +18,6 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode
 import planner
 from planner.capture import inductor_internals
 from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_with_inductor, missing_compiler
-from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
@@ -26,6 +25,7 @@ from planner.plans import from_solution
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
+from tests.runtimes.steps import measured_bytes
 
 
 class Towers(nn.Module):
@@ -65,13 +65,7 @@ def test_inductor_hands_its_joint_graph_to_a_partition_of_ours():
 def test_the_peak_is_that_of_the_code():
     # What Inductor fuses is not in memory, and what it orders otherwise is: the graph's peak is another.
     model = Towers()
-    plan = planner.plan(
-        model,
-        inputs(),
-        budget=planner.Budget(activations="75%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    plan = planner.plan(model, inputs(), **grouped(activation_budget="75%", runtime="inductor", time_limit_seconds=1.0))
     assert plan.recomputations
     assert plan.peak_bytes <= plan.budget_bytes
     assert any(finding.rule == "compiled-peak" for finding in plan.warnings)
@@ -96,22 +90,10 @@ class Wide(nn.Module):
 def test_dropout_in_the_code_needs_what_the_operator_of_torch_needs() -> None:
     """It was counted by what planned graphs call in its place, which takes no copy of the mask: 15% too little."""
     model, x = Wide(), torch.randn(512, 64)
-    planner.auto_wrap(
-        model,
-        x,
-        budget=planner.Budget(activations="60%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
-    )
-
-    def step() -> None:
-        model(x).backward()
-        model.zero_grad(set_to_none=True)
-
-    step()
-    plan, measured_bytes = planner.plan_of(model), measure_peak(step, x.device)[0]
+    planner.auto_wrap(model, x, **grouped(activation_budget="60%", runtime="inductor", time_limit_seconds=1.0))
+    plan = planner.plan_of(model)
     predicted_bytes = plan.peak_bytes - plan.total_static_bytes
-    assert 0.99 * predicted_bytes <= measured_bytes <= predicted_bytes
+    assert 0.99 * predicted_bytes <= measured_bytes(model, x) <= predicted_bytes
 
 
 @pytest.mark.slow
@@ -125,11 +107,7 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
 
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", less)
     plan = planner.plan(
-        Towers(),
-        inputs(),
-        budget=planner.Budget(activations="80%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
+        Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     )
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes >= 0.9 * plan.budget_bytes or not plan.recomputations
@@ -171,19 +149,14 @@ def test_a_budget_below_the_graph_that_its_code_keeps_is_not_refused(monkeypatch
 
 
 @pytest.mark.slow
-def test_the_step_is_captured_once_however_often_its_code_is_drafted(monkeypatch: pytest.MonkeyPatch):
-    honest, needs, captures = InductorRuntime._peak_bytes, [], []
-    capture = aot_autograd.aot_stage1_graph_capture
-
-    def captured(*given: Any) -> Any:
-        captures.append(given)
-        return capture(*given)
+def test_the_step_is_captured_once_however_often_its_code_is_drafted(monkeypatch: pytest.MonkeyPatch, calls: Any):
+    honest, needs = InductorRuntime._peak_bytes, []
+    captures = calls(aot_autograd, "aot_stage1_graph_capture")
 
     def more(*given: Any) -> int:
         needs.append(honest(*given))
         return needs[-1] + 200_000
 
-    monkeypatch.setattr(aot_autograd, "aot_stage1_graph_capture", captured)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     ask = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
     plan = planner.plan(Towers(), inputs(), **grouped(activation_budget="80%", **ask))
@@ -211,45 +184,24 @@ class Images(nn.Module):
 def test_convolutions_and_a_loss_outside_keep_the_bound():
     model = Images()
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    plan = planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="120%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    plan = planner.plan(model, x, **grouped(activation_budget="120%", runtime="inductor", time_limit_seconds=1.0))
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert 0.97 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
     assert proof.agrees, proof.differences
 
 
 @pytest.mark.slow
-def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
+def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch, calls: Any):
     honest, graphs = InductorRuntime._peak_bytes, []
 
     def more(self: InductorRuntime, made: object, drafts: object) -> int:
         graphs.append(made.plan.peak_bytes)
         return honest(self, made, drafts) + 200_000
 
-    def studied(*given: Any) -> Any:
-        studies.append(given)
-        return study_lowered(*given)
-
-    def compared(*given: Any) -> Any:
-        comparisons.append(given)
-        return baseline_rows(*given)
-
-    study_lowered, studies = step.study_lowered, []
-    baseline_rows, comparisons = from_solution.baseline_rows, []
-    monkeypatch.setattr(step, "study_lowered", studied)
-    monkeypatch.setattr(from_solution, "baseline_rows", compared)
+    studies, comparisons = calls(step, "study_lowered"), calls(from_solution, "baseline_rows")
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     plan = planner.plan(
-        Towers(),
-        inputs(),
-        budget=planner.Budget(activations="80%"),
-        runtime="inductor",
-        search=planner.Search(time_limit_seconds=1.0),
+        Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     )
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
@@ -259,13 +211,7 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     assert plan.baselines[-1].overhead == pytest.approx(plan.recompute_seconds / plan.baseline_step_seconds)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
-        planner.plan(
-            Towers(),
-            inputs(),
-            budget=planner.Budget(activations="80%"),
-            runtime="inductor",
-            search=planner.Search(time_limit_seconds=1.0),
-        )
+        planner.plan(Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0))
     model = planner.auto_wrap(Towers(), budget=plan)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
         model(inputs())
@@ -325,12 +271,7 @@ def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
     tokens = torch.arange(256)
     tied, untied = (
         planner.plan(
-            Tied(tied=tied),
-            tokens,
-            budget="1GiB",
-            runtime="inductor",
-            search=planner.Search(compare=False),
-            target=planner.Target(cost_model="roofline"),
+            Tied(tied=tied), tokens, **grouped(budget="1GiB", runtime="inductor", compare=False, cost_model="roofline")
         )
         for tied in (True, False)
     )
@@ -349,19 +290,12 @@ class Sums(nn.Module):
         return h.softmax(1).square().sum() + h.sin().sum(0).square().sum()
 
 
-def test_loops_over_much_are_called_apart_and_free_what_they_read(monkeypatch: pytest.MonkeyPatch):
-    calls, honest = [], InductorRuntime._peak_bytes
-
-    def noting(runtime: InductorRuntime, step: object, drafts: list[Draft]) -> int:
-        calls.append(drafts[0].source.count("cpp_fused"))
-        return honest(runtime, step, drafts)
-
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", noting)
+def test_loops_over_much_are_called_apart_and_free_what_they_read(calls: Any):
+    drafted = calls(InductorRuntime, "_peak_bytes")
     for width in (16, 1024):
-        planner.plan(
-            Sums(width), torch.randn(1024, 16), budget="1GiB", runtime="inductor", search=planner.Search(compare=False)
-        )
-    assert calls[0] == 1 < calls[1]
+        planner.plan(Sums(width), torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
+    small, large = (drafts[0].source.count("cpp_fused") for _, _, drafts in drafted)
+    assert small == 1 < large
 
 
 def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):

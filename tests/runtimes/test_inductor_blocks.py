@@ -124,15 +124,8 @@ def test_batch_norm_and_convolutions_run_in_blocks() -> None:
     hold_peak(model, x, least=0.98)
 
 
-def test_equal_blocks_of_which_the_same_is_asked_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[int] = []
-    honest = inductor_blocks.compile_with_inductor
-
-    def noting(*given: Any) -> Any:
-        compiled.append(1)
-        return honest(*given)
-
-    monkeypatch.setattr(inductor_blocks, "compile_with_inductor", noting)
+def test_equal_blocks_of_which_the_same_is_asked_are_compiled_once(calls: Any) -> None:
+    compiled = calls(inductor_blocks, "compile_with_inductor")
     model = planner.auto_wrap(Stack(8), **grouped(activation_budget="80%", **ASK))
     model(rows()).backward()
     plan = planner.plan_of(model)

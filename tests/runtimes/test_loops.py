@@ -175,9 +175,7 @@ def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pyt
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
     def planned(anomalies: bool) -> planner.Plan:
         with torch.autograd.set_detect_anomaly(anomalies):
-            return planner.plan(
-                build(), data(), budget="75%", runtime=runtime, search=planner.Search(time_limit_seconds=0.5)
-            )
+            return planner.plan(build(), data(), **grouped(budget="75%", runtime=runtime, time_limit_seconds=0.5))
 
     assert planned(True).budget_bytes == planned(False).budget_bytes
 
@@ -296,7 +294,7 @@ def test_a_part_that_is_wrapped_belongs_to_the_plan_of_the_whole(runtime: str) -
 
 def test_models_may_train_in_threads_of_their_own() -> None:
     """Each is captured and planned at its first step, all at once."""
-    models = [Stack(3) for _ in range(3)]
+    models = [Stack(2) for _ in range(2)]
     plain = copy.deepcopy(models)
     for model in models:
         wrapped(model)
@@ -329,7 +327,7 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, ...
 def _trained_steps(model: nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for rows_at_once in (128, 128, 96, 64, 64):
+    for rows_at_once in (128, 128, 96, 64):
         optimizer.zero_grad()
         loss = model(torch.linspace(-1, 1, rows_at_once * WIDTH).reshape(rows_at_once, WIDTH))
         loss.backward()

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 import cli
 import planner
@@ -20,7 +19,7 @@ from planner.diagnose.verification import ROUNDED, StepResult, compare
 from planner.errors import PlanMismatchError, UsageError
 from planner.ir.graph import named_by
 from planner.ir.host import Host, graph_for
-from planner.ir.problem import Problem, Solution
+from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import simulate
 from planner.plans.from_solution import plan_from_solution
@@ -28,7 +27,7 @@ from planner.report import render
 from planner.rewrite import host_copies
 from tests.example_graphs import transformer
 from tests.models import images, rows
-from tests.planned import make_plan
+from tests.planned import by_hand, make_plan, printed
 from tests.runtimes.steps import hold_peak, peak_of, wrap_and_hold
 from tests.runtimes.test_offload import ChannelsLast, chain, perceptrons, roundable
 
@@ -62,9 +61,7 @@ def test_a_lossy_plan_offloads_for_half_and_says_so_everywhere():
     assert again == plan and again.schedule_for(roundable(graph)) == plan.schedule_for(roundable(graph))
     assert again.report()["offload"]["lossy"] is True and again.report()["offload"]["values"][0]["lossy"] is True
     assert "lossy-offload" in [warning.rule for warning in plan.warnings]
-    with Console(record=True, width=100, file=open("/dev/null", "w")) as console:
-        render(plan, console, full=True)
-    first, rest = console.export_text().split("\n", 1)
+    first, rest = printed(render, plan, width=100, full=True).split("\n", 1)
     assert "LOSSY: rounded to bfloat16, gradients are not bit-equal" in first and "at half the size" in rest
     with pytest.raises(PlanMismatchError, match="must stay exact"):
         plan.schedule_for(graph)
@@ -78,7 +75,7 @@ def test_a_lossy_plan_is_no_dearer_than_an_exact_one():
     problem = replace(problem, budget_bytes=problem.baseline.peak_bytes // 2)
     exact, lossy = (
         solvers.solve(replace(problem, host=replace(LINK, bytes_per_second=2e8, budget_bytes=2**40, lossy=lossy)),
-                      time_limit_seconds=2)
+                      time_limit_seconds=1, deterministic=True)
         for lossy in (False, True)
     )  # fmt: skip
     assert lossy.lower_bound_seconds <= exact.lower_bound_seconds + 1e-12
@@ -161,21 +158,15 @@ def test_copies_are_rounded_piece_by_piece_and_stay_finite(monkeypatch: pytest.M
 )
 def test_a_lossy_step_takes_the_bytes_that_were_predicted_and_is_a_little_off(build, x, share):
     module = build()
-    plan = planner.plan(
-        module,
-        x,
-        budget=planner.Budget(activations=share),
-        offload=planner.Offload(lossy=True),
-        search=planner.Search(time_limit_seconds=1),
-    )
+    asked = {"activation_budget": share, "offload": True, "offload_lossy": True, "time_limit_seconds": 1}
+    plan = planner.plan(module, x, **grouped(**asked))
     assert plan.offloading is not None and plan.offloading.rounded
     plan = planner.Plan.from_json(plan.to_json())
     found = planner.verify(module, x, plan, timed_steps=1)
     assert found.agrees and not found.exact and found.loss_equal and found.buffers_equal
     assert 1e-5 < found.rounding_error < 0.01 and found.tolerance == ROUNDED
-    with Console(record=True, width=300, file=open("/dev/null", "w")) as console:
-        render(replace(plan, verification=found), console)
-    assert f"off by up to {found.rounding_error:.2g} of their length" in console.export_text()
+    text = printed(render, replace(plan, verification=found), width=300)
+    assert f"off by up to {found.rounding_error:.2g} of their length" in text
     planner.auto_wrap(module, budget=plan)
     module(x).backward()
     hold_peak(module, x, rounded=True)
@@ -213,16 +204,9 @@ def test_pieces_are_in_the_measured_peak(model: Callable[[], torch.nn.Module], s
         found = problem.evaluate(schedule)
         exact = replace(schedule, offloads=tuple(replace(offload, lossy=False) for offload in offloads))
         made += found.peak_bytes > problem.evaluate(exact).peak_bytes
-        solution = Solution(
-            solver="by hand", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.added_seconds
-        )
-        plan = plan_from_solution(
-            replace(problem, budget_bytes=found.peak_bytes),
-            solution,
-            origin=study.origin,
-            static_memory=study.static_memory,
-            compare=False,
-        )
+        around = {"origin": study.origin, "static_memory": study.static_memory, "compare": False}
+        problem = replace(problem, budget_bytes=found.peak_bytes)
+        plan = plan_from_solution(problem, by_hand(problem, schedule), **around)
         assert sum(plan.anatomy.values()) == plan.peak_bytes
         planner.auto_wrap(module, budget=plan)
         module(x).backward()
@@ -238,13 +222,8 @@ def test_pieces_are_in_the_measured_peak(model: Callable[[], torch.nn.Module], s
 def test_a_router_and_a_maximum_work_on_rounded_values():
     torch.manual_seed(0)
     module, x = Everything(), torch.randn(64, 32)
-    plan = planner.plan(
-        module,
-        x,
-        budget=planner.Budget(activations="70%"),
-        offload=planner.Offload(at_least=1, lossy=True),
-        search=planner.Search(time_limit_seconds=1),
-    )
+    asked = {"offload": True, "offload_at_least": 1, "offload_lossy": True, "time_limit_seconds": 1}
+    plan = planner.plan(module, x, **grouped(activation_budget="70%", **asked))
     assert plan.offloading.rounded
     found = planner.verify(module, x, plan, timed_steps=1)
     assert found.agrees and 0 < found.rounding_error < 0.02

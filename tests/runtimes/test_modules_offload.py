@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import planner
@@ -39,6 +37,7 @@ from planner.solving.modules.offload import (
     widened,
 )
 from tests.models import SEQUENCES, Convolutions, Transformer, images, rows
+from tests.planned import by_hand, printed
 from tests.runtimes.steps import assert_gradients, beside, wrap_and_hold
 from tests.runtimes.test_modules import Stack, choices, problem_of
 
@@ -69,12 +68,7 @@ def take(monkeypatch: pytest.MonkeyPatch, kinds: tuple[int, ...], *, shift: int 
         names = [name for name, kind in variants.items() if kind != RUN_AGAIN]
         later = dict(zip(names, names[shift:], strict=False))
         taken = [moved(variant, taken, later.get(variant.module), later.get(variant.module)) for variant in taken]
-        schedule = schedule_of(problem.graph, taken)
-        found = problem.evaluate(schedule)
-        solution = Solution(
-            solver="by hand", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.added_seconds
-        )
-        return replace(solution, regions=tuple(taken))
+        return by_hand(problem, schedule_of(problem.graph, taken), regions=tuple(taken))
 
     monkeypatch.setattr(checkpoints, "cheapest_with_offload", choose)
 
@@ -167,9 +161,7 @@ def test_budgets_that_no_checkpoint_keeps() -> None:
     assert budget < alone.value.minimum_feasible_peak_bytes
     plan = planner.plan(model, rows(), **grouped(budget=budget, **OPTIONS))
     assert plan.offloading is not None and plan.minimum_feasible_peak_bytes == budget
-    console = Console(width=100, record=True, file=io.StringIO())
-    render(plan, console, full=True)
-    shown = console.export_text()
+    shown = printed(render, plan, width=100, full=True)
     assert "in the host's memory" in shown and "of the tensors that it saves" in shown
     with pytest.raises(InfeasibleBudgetError, match=r"bytes\): give that much as host_budget") as small:
         planner.plan(model, rows(), **grouped(budget=budget, host_budget=4096, **OPTIONS))
@@ -276,20 +268,12 @@ def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:
     assert not found.notes and found.fits
     for best in (found.best, found.within_budget):
         assert best is not None and best.runtime == "modules" and best.added_seconds <= plan.added_seconds
-    layers = planner.audit(
-        Stack(), rows(), runtime="modules", search=planner.Search(time_limit_seconds=2.0), current="every-layer"
-    )
+    layers = planner.audit(Stack(), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=2.0))
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
 
 
 def test_nothing_changes_without_offload() -> None:
-    alone = planner.plan(
-        Stack(),
-        rows(),
-        budget=planner.Budget(activations="70%"),
-        runtime="modules",
-        search=planner.Search(compare=False),
-    )
+    alone = planner.plan(Stack(), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
     allowed = plan_for(Stack(), rows(), "100%")
     assert alone.offloading is None and "offload" not in alone.report()
     assert alone.fingerprint == allowed.fingerprint

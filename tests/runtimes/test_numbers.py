@@ -21,7 +21,8 @@ from planner.common.options import grouped
 from planner.errors import CaptureError
 from planner.runtimes import graph
 from tests.models import Stack, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, beside, hold_peak, train
+from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, train
+from tests.tiers import tiered
 
 
 class Annealed(Stack):
@@ -50,9 +51,7 @@ class Counting(Stack):
 
 def wrapped() -> tuple[nn.Module, nn.Module]:
     model = Annealed(3)
-    return copy.deepcopy(model), planner.auto_wrap(
-        model, budget=planner.Budget(activations="70%"), search=planner.Search(time_limit_seconds=0.5)
-    )
+    return copy.deepcopy(model), planner.auto_wrap(model, **grouped(activation_budget="70%", time_limit_seconds=0.5))
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
@@ -81,15 +80,13 @@ def test_each_backward_has_the_number_of_its_forward() -> None:
     plain, model = wrapped()
     for share in (0.1, 0.2):
         plain(rows(), share).backward(), model(rows(), share).backward()
-    left = []
     for trained in (plain, model):
         trained.zero_grad()
         torch.manual_seed(1)
         losses = [trained(rows(), share) for share in (0.3, 0.4, 0.5)]
         for loss in reversed(losses):
             loss.backward()
-        left.append([p.grad for p in trained.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    assert_gradients(plain, model)
 
 
 def test_sizes_and_numbers_change_together() -> None:
@@ -204,12 +201,7 @@ class Noting(Stack):
 
 def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_OFTEN", 2)
-    model = planner.auto_wrap(
-        Noting(),
-        budget=planner.Budget(activations="70%"),
-        runtime="graph",
-        search=planner.Search(time_limit_seconds=0.2),
-    )
+    model = planner.auto_wrap(Noting(), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=0.2))
     for _ in range(2):
         model(rows()).backward()
     with pytest.warns(
@@ -257,7 +249,7 @@ def drawn_step(model: nn.Module, step: int, x: torch.Tensor) -> tuple[list[torch
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())], RandomStates()
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", tiered(DRAWS, quick=("random", "gauss", "numpy.beta", "numpy.rand")))
 def test_they_are_those_of_eager_and_cost_one_capture(draw: str) -> None:
     plain = Mixing(DRAWS[draw])
     options: dict[str, Any] = {"time_limit_seconds": 0.5, "maximum_shapes": 1, "runtime": "graph"}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.common.options import grouped
 from planner.ir.order import renumbered, reordered
 from planner.ir.schedule import recompute_lazily
 from tests.models import SEQUENCES, Convolutions, Heads, Transformer, images, rows
@@ -45,11 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 def test_heads_are_planned_in_another_order() -> None:
     model, x = Heads(8), rows()
     plan = planner.plan(
-        model,
-        x,
-        budget=planner.Budget(activations="25%"),
-        target=planner.Target(cost_model="roofline"),
-        search=planner.Search(deterministic=True, time_limit_seconds=0.5),
+        model, x, **grouped(activation_budget="25%", cost_model="roofline", deterministic=True, time_limit_seconds=0.5)
     )
     assert plan.order
     read = planner.Plan.from_json(plan.to_json())

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.capture.memory import measure_peak
+from planner.common.options import grouped
 from planner.errors import CaptureError, InfeasibleBudgetError
 from tests.models import looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
@@ -107,12 +108,7 @@ def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
     with pytest.raises(InfeasibleBudgetError) as refused:
         planner.plan(model, rows(), budget="1%", runtime="modules", search=planner.Search(time_limit_seconds=1.0))
     budget_bytes = refused.value.minimum_feasible_peak_bytes - 4096
-    planner.auto_wrap(
-        model,
-        budget=budget_bytes,
-        runtime=planner.Runtime(maximum_shapes=1),
-        search=planner.Search(time_limit_seconds=1.0),
-    )
+    planner.auto_wrap(model, **grouped(budget=budget_bytes, maximum_shapes=1, time_limit_seconds=1.0))
     with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
         assert_same(train(plain, rows()), train(model, rows()))
     with pytest.warns(UserWarning, match="were captured 1 times.* run under the runtime 'modules'"):
@@ -141,9 +137,7 @@ def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
 def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
     model, x = Drops(draw), rows()
     plain = copy.deepcopy(model)
-    planner.auto_wrap(
-        model, runtime="parts", budget=planner.Budget(activations="80%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    planner.auto_wrap(model, **grouped(runtime="parts", activation_budget="80%", time_limit_seconds=1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(model, x)

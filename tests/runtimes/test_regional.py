@@ -84,22 +84,14 @@ def test_a_plan_of_another_model_is_refused() -> None:
         planner.auto_wrap(Shared(), TABLE, budget=made)
     with pytest.raises(UsageError, match="verify runs one process"):
         sharded = planner.plan(
-            Shared(),
-            TABLE,
-            budget="100%",
-            runtime="regional",
-            training=planner.Training(data_parallel="fsdp2", ranks=2),
+            Shared(), TABLE, **grouped(budget="100%", runtime="regional", data_parallel="fsdp2", ranks=2)
         )
         planner.verify(Shared(), TABLE, sharded)
 
 
 def test_a_block_has_its_own_forward_whenever_the_model_is_not_called() -> None:
     model = planner.auto_wrap(
-        Normed(),
-        IMAGES,
-        budget=planner.Budget(activations="100%"),
-        runtime="regional",
-        search=planner.Search(time_limit_seconds=1.0),
+        Normed(), IMAGES, **grouped(activation_budget="100%", runtime="regional", time_limit_seconds=1.0)
     )
     model(IMAGES).backward()
     model.eval()

@@ -15,6 +15,7 @@ from torch import nn
 
 import planner
 from planner.capture.memory import record
+from planner.common.options import grouped
 from planner.runtimes._routes import outermost
 from tests.models import Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, peak_of, step, train
@@ -67,9 +68,7 @@ def peak_bytes(model: nn.Module, seed: int = 7) -> int:
 
 
 def wrap(model: nn.Module, budget_bytes: int) -> nn.Module:
-    return planner.auto_wrap(
-        model, budget=budget_bytes, runtime="modules", search=planner.Search(time_limit_seconds=0.5)
-    )
+    return planner.auto_wrap(model, **grouped(budget=budget_bytes, runtime="modules", time_limit_seconds=0.5))
 
 
 def unplanned_bytes(model: nn.Module) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
+from planner.common.options import grouped
 from planner.errors import PlanFileError
 from planner.exporters import carries_exactly
 from planner.ir.checkpoints import Keepable, Region
@@ -27,15 +26,14 @@ from planner.runtimes.modules import contexts
 from planner.solving.modules.ilp import keeping, variant_named, variants_of
 from tests.example_graphs import Builder
 from tests.models import SEQUENCES, Transformer
+from tests.planned import printed
 from tests.runtimes.steps import assert_gradients, beside
 
 WIDTH = 64
 
 
 def plan_of(model: nn.Module, budget: str, x: torch.Tensor = SEQUENCES) -> Plan:
-    return planner.plan(
-        model, x, budget=planner.Budget(activations=budget), runtime="modules", search=planner.Search(compare=False)
-    )
+    return planner.plan(model, x, **grouped(activation_budget=budget, runtime="modules", compare=False))
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
@@ -180,9 +178,7 @@ def test_the_plan_says_what_is_kept() -> None:
     assert planner.plan_of(model).kept == plan.kept
     model(SEQUENCES[:2])  # carried over to other sizes
     assert planner.plan_of(model).kept == plan.kept or not planner.plan_of(model).recomputations
-    console = Console(width=100, record=True, file=io.StringIO())
-    render(plan, console, full=True)
-    shown = console.export_text()
+    shown = printed(render, plan, width=100, full=True)
     assert "Kept in checkpointed modules" in shown and "addmm #" in shown
     assert not carries_exactly(plan, "fsdp")
     damaged = plan.to_json().replace('"kept": {', '"kept": {"h.0": {"aten.mm.default": [-1]},', 1)

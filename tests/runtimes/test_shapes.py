@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from torch import nn
 import planner
 from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
-from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.reuse import in_vain_seconds
@@ -123,11 +123,11 @@ def test_a_backward_finds_its_forward_where_the_plan_changed_between(monkeypatch
     assert_gradients(model, plain)
 
 
-def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(
+    calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loss outside the model is asked at each size, which takes long: not again for a plan that may be better."""
-    made: list[object] = []
-    at_sizes = _sized.at_sizes
-    monkeypatch.setattr(_sized, "at_sizes", lambda *given: made.append(given) or at_sizes(*given))
+    made = calls(_sized, "at_sizes")
     monkeypatch.setattr(PlansBySize, "is_due", pays_in_vain)
     model = wrap(Stack(has_loss=False), activation_budget="40%", loss_fn=mean_square)
     for count in (256, 200, 230, 160, 160, 200, 230, 160):
@@ -135,14 +135,14 @@ def test_sizes_of_which_no_formula_says_what_they_need_keep_their_plans(monkeypa
     assert len(made) == 3
 
 
+@cache
+def plan_of_40() -> planner.Plan:
+    return planner.plan(Stack(), rows(256), **grouped(activation_budget="40%", compare=False, time_limit_seconds=1.0))
+
+
 def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_SECONDS_OF_AN_OPERATION", 0.0)
-    plan = planner.plan(
-        Stack(),
-        rows(256),
-        budget=planner.Budget(activations="40%"),
-        search=planner.Search(compare=False, time_limit_seconds=1.0),
-    )
+    plan = plan_of_40()
     model = planner.auto_wrap(Stack(), budget=plan)
     for count in (256, 200, 230, 160, 160, 200):
         made = step(model, rows(count))
@@ -150,12 +150,7 @@ def test_a_plan_that_was_given_is_not_replaced(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> None:
-    plan = planner.plan(
-        Stack(),
-        rows(256),
-        budget=planner.Budget(activations="40%"),
-        search=planner.Search(compare=False, time_limit_seconds=1.0),
-    )
+    plan = plan_of_40()
     assert plan.added_seconds > 0 and not in_vain_seconds(plan)
     taken = replace(plan, solver=f"{plan.solver} (reused)")
     freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
@@ -168,9 +163,7 @@ def test_what_is_paid_in_vain_is_the_share_that_the_budget_has_room_for() -> Non
 
 def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> None:
     model = wrap()
-    largest = planner.plan(
-        Stack(), rows(256), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    largest = planner.plan(Stack(), rows(256), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     searches.clear()
     assert step(model, marked(200, largest=256)).budget_bytes == largest.budget_bytes
     for count in (256, 210):
@@ -196,9 +189,7 @@ class Branching(Stack):
 
 def test_a_largest_size_with_a_program_of_its_own_is_captured_by_itself(captures: list[object]) -> None:
     model = wrap(Branching(), runtime="graph")
-    largest = planner.plan(
-        Branching(), rows(256), budget=planner.Budget(activations="60%"), search=planner.Search(time_limit_seconds=1.0)
-    )
+    largest = planner.plan(Branching(), rows(256), **grouped(activation_budget="60%", time_limit_seconds=1.0))
     captures.clear()
     small = planner.plan_of(run(model, 200))
     assert len(captures) == 2 and "(200, 32)" in str(small.fingerprint["inputs"])
@@ -220,20 +211,16 @@ def test_marks_without_a_largest_size_are_hints() -> None:
     assert y.grad is not None
 
 
-def test_marked_calls_run_what_is_known(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[int] = []
-    run = GraphRuntime._captured
-
-    def counted(runtime: GraphRuntime, inputs: Inputs) -> object:
-        captured.append(len(inputs.args[0]))
-        return run(runtime, inputs)
-
-    monkeypatch.setattr(GraphRuntime, "_captured", counted)
+def test_marked_calls_run_what_is_known(recwarn: pytest.WarningsRecorder, calls: Any) -> None:
+    captured = calls(GraphRuntime, "_captured")
     model = wrap()
     for count in range(64, 112, 4):
         step(model, marked(count, largest=128))
     step(model, marked(96, largest=160))
-    assert captured == [64, 96]  # the first call, and the first that may grow further
+    assert [len(inputs.args[0]) for _, inputs in captured] == [
+        64,
+        96,
+    ]  # the first call, and the first that may grow further
     assert not [warning for warning in recwarn if "captured anew" in str(warning.message)]
 
 
@@ -313,9 +300,7 @@ class Looking(Stack):
 
 
 def test_what_cannot_be_captured_in_the_middle_and_does_not_fit_is_told_by_its_budget() -> None:
-    whole = planner.plan(
-        Looking(), rows(256), budget="100%", runtime="graph", search=planner.Search(time_limit_seconds=0.5)
-    )
+    whole = planner.plan(Looking(), rows(256), **grouped(budget="100%", runtime="graph", time_limit_seconds=0.5))
     budget_bytes = whole.minimum_feasible_peak_bytes
     model = planner.auto_wrap(Looking(), budget=budget_bytes, search=planner.Search(time_limit_seconds=0.5))
     step(model, rows(256))

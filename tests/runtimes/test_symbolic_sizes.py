@@ -14,11 +14,12 @@ from torch import nn
 import planner
 from planner.capture import recurrent
 from planner.capture.dropout import _WORTH_IT
+from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
-from planner.plans.plan import Plan
 from planner.runtimes import _sized
 from planner.session import sized
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
+from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
 
@@ -176,22 +177,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
 def wrapped(model: nn.Module) -> nn.Module:
     return planner.auto_wrap(
         copy.deepcopy(model),
-        budget=planner.Budget(activations="85%"),
-        runtime="graph",
-        search=planner.Search(time_limit_seconds=0.2),
-        target=planner.Target(cost_model="roofline"),
+        **grouped(activation_budget="85%", runtime="graph", time_limit_seconds=0.2, cost_model="roofline"),
     )
-
-
-def step(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor], Plan]:
-    """Train one step from the same random state; give loss, gradients with buffers, and the plan."""
-    model.zero_grad()
-    torch.manual_seed(7)
-    loss = model(*inputs)
-    loss.backward()
-    state = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    state |= {name: b.clone() for name, b in model.named_buffers()}
-    return loss.detach(), state, planner.plan_of(model)
 
 
 @pytest.mark.parametrize("name", tiered(CASES, slow=("channels last", "upsampling", "means", "encoder and decoder")))
@@ -203,17 +190,15 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     model = make()
     varying = wrapped(model)
     for inputs in sizes[:-1]:
-        step(varying, inputs)
+        train(varying, inputs)
     assert len(captures) == 2
     monkeypatch.setattr(_sized, "at_sizes", refuse)
     fixed = wrapped(model)
     fixed.load_state_dict(varying.state_dict())
-    loss, state, plan = step(varying, sizes[-1])
+    found = train(varying, sizes[-1])
     assert len(captures) == 2
-    expected_loss, expected, expected_plan = step(fixed, sizes[-1])
-    assert torch.equal(loss, expected_loss)
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert_same(train(fixed, sizes[-1]), found)
+    plan, expected_plan = planner.plan_of(varying), planner.plan_of(fixed)
     assert plan.fingerprint == expected_plan.fingerprint
     assert plan.baseline_peak_bytes == expected_plan.baseline_peak_bytes
 
@@ -239,10 +224,10 @@ def test_a_percentage_is_of_eagers_peak_at_a_larger_size(name: str) -> None:
     largest = tuple(torch.cat([tensor, tensor]) for tensor in sizes[0])
     model = make()
     fixed, varying = wrapped(model), wrapped(model)
-    *_, expected = step(fixed, largest)
-    for inputs in sizes[:3]:
-        step(varying, inputs)
-    *_, plan = step(varying, largest)
+    for inputs in (*sizes[:3], largest):
+        train(varying, inputs)
+    train(fixed, largest)
+    plan, expected = planner.plan_of(varying), planner.plan_of(fixed)
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes
     assert plan.budget_bytes == expected.budget_bytes
@@ -270,13 +255,10 @@ def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(mo
 
     monkeypatch.setattr(sized, "of_calls", spy)
     varying = planner.auto_wrap(
-        Recurrent(),
-        budget=planner.Budget(activations="150%"),
-        runtime="graph",
-        search=planner.Search(time_limit_seconds=0.2),
+        Recurrent(), **grouped(activation_budget="150%", runtime="graph", time_limit_seconds=0.2)
     )
     for rows in (12, 8, 10, 6):
-        step(varying, (floats(12, rows, WIDTH),))
+        train(varying, floats(12, rows, WIDTH))
 
 
 class Pooled(nn.Module):
@@ -294,13 +276,8 @@ class Pooled(nn.Module):
 def test_a_result_that_a_kernel_lays_out_in_its_own_way_is_made_plain_at_each_size() -> None:
     model = Pooled()
     varying = wrapped(model)
-    for inputs in [(floats(batch, length, WIDTH),) for batch, length in ((32, 2), (24, 3), (27, 2), (20, 3))]:
-        loss, state, _ = step(varying, inputs)
-        expected = copy.deepcopy(model)
-        expected_loss = expected(*inputs)
-        expected_loss.backward()
-        assert torch.equal(loss, expected_loss)
-        assert all(torch.equal(state[name], p.grad) for name, p in expected.named_parameters() if p.grad is not None)
+    for batch, length in ((32, 2), (24, 3), (27, 2), (20, 3)):
+        assert_same(train(model, floats(batch, length, WIDTH)), train(varying, floats(batch, length, WIDTH)))
 
 
 @pytest.mark.parametrize("runtime", ["auto", "modules"])
@@ -340,7 +317,7 @@ def test_what_cannot_be_symbols_is_captured_at_each_size_without_a_log(
 ) -> None:
     model = wrapped(Margin())
     for rows in (64, 48, 32):
-        step(model, (torch.randn(rows, WIDTH), torch.randint(4, (rows,))))
+        train(model, (torch.randn(rows, WIDTH), torch.randint(4, (rows,))))
     assert planner.plan_of(model).runtime == "graph"
     assert "Backend compiler exception" not in capfd.readouterr().err
     assert not any("Error detected" in str(warning.message) for warning in recwarn)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import planner
+from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.runtimes.graph import GraphRuntime
 from planner.zoo.modules import MiniGPT
@@ -60,9 +61,7 @@ def wrap(model: nn.Module, budget: str | None) -> nn.Module:
     return (
         model
         if budget is None
-        else planner.auto_wrap(
-            model, budget=planner.Budget(activations=budget), search=planner.Search(time_limit_seconds=1.0)
-        )
+        else planner.auto_wrap(model, **grouped(activation_budget=budget, time_limit_seconds=1.0))
     )
 
 

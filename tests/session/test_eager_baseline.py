@@ -14,27 +14,17 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from planner import runtimes
 from planner.capture.inputs import Inputs
-from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
 from planner.session.eager_study import with_eager
 from planner.session.step import Options
-
-CPU = torch.device("cpu")
+from tests.runtimes.steps import measured_bytes
 
 
 def eager_peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
     """Measure a step of the model as it is, with what is resident around it."""
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(x).backward()
-
-    step()
-    model.zero_grad(set_to_none=True)
-    resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), x))
-    return measure_peak(step, CPU)[0] + resident
+    return measured_bytes(model, x) + sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
 
 
 class Own(torch.autograd.Function):
@@ -89,7 +79,7 @@ def test_a_percentage_is_of_what_eager_takes(make: Any) -> None:
 
 def test_what_capture_makes_larger_is_named() -> None:
     plan = planner.plan(
-        Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1), runtime="graph"
+        Thrifty(), torch.randn(1024, 64), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is not None and plan.baseline_peak_bytes > 1.5 * plan.eager.peak_bytes
     (found,) = [w for w in plan.warnings if w.rule == "larger-than-eager"]
@@ -112,11 +102,12 @@ def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.Mon
     model(x).backward()
 
 
-def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan_of_graph(*_: Any, **__: Any) -> Plan:
-        raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
+def fits_nowhere(*_: Any, **__: Any) -> Plan:
+    raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
 
-    monkeypatch.setattr(runtimes.get("graph"), "plan", plan_of_graph, raising=False)
+
+def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes.get("graph"), "plan", fits_nowhere, raising=False)
     plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1))
     assert plan.runtime == "modules" and any("does not fit" in w.evidence for w in plan.warnings)
 
@@ -126,16 +117,11 @@ def test_a_training_loop_takes_the_eager_step_where_only_that_fits(
     steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = Thrifty(), torch.randn(1024, 64)
-    planner.auto_wrap(
-        model, budget="1GiB", search=planner.Search(time_limit_seconds=1), target=planner.Target(cost_model="roofline")
-    )
+    planner.auto_wrap(model, **grouped(budget="1GiB", time_limit_seconds=1, cost_model="roofline"))
     for _ in range(steps_before):
         model(x[:512]).backward()
 
-    def planned(*_: Any, **__: Any) -> Plan:
-        raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
-
-    monkeypatch.setattr(GraphRuntime, "planned", planned)
+    monkeypatch.setattr(GraphRuntime, "planned", fits_nowhere)
     with pytest.warns(UserWarning, match="too little") if steps_before else nullcontext():
         model(x).backward()
     plan = planner.plan_of(model)
@@ -169,10 +155,8 @@ def test_nothing_runs_to_learn_it() -> None:
     plan = planner.plan(
         Watched(16, 16),
         torch.randn(4, 4, 16),
-        budget="100%",
-        search=planner.Search(time_limit_seconds=1),
-        runtime="graph",
         loss_fn=torch.sum,
+        **grouped(budget="100%", time_limit_seconds=1, runtime="graph"),
     )
     assert plan.eager is None and not Watched.ran
     (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
@@ -190,12 +174,7 @@ def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
 
     x = torch.randn(256, 64)
     plan = planner.plan(
-        Checkpointing(),
-        x,
-        budget="100%",
-        search=planner.Search(time_limit_seconds=1),
-        runtime="graph",
-        loss_fn=torch.sum,
+        Checkpointing(), x, loss_fn=torch.sum, **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is None and any(w.rule == "eager-unknown" for w in plan.warnings)
 

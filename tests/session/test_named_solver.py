@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import cli
 import planner
@@ -17,31 +16,10 @@ from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.plans.module_choices import modules_of
 from planner.session import eager_study
-from tests.models import looked_at
+from tests.models import DependingOnData, Stack, rows
 
-WIDTH = 32
 REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
 MODULES: dict[str, Any] = {"runtime": "modules", "solver": "chain-dp"}
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-class Branching(Stack):
-    """Cannot be captured: what runs depends on data."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x if looked_at(self, x) > 1e9 else -x)
 
 
 class Breaking(Stack):
@@ -50,10 +28,6 @@ class Breaking(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return super().forward(x)
-
-
-def rows(count: int = 256) -> torch.Tensor:
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +52,7 @@ def test_choices_of_modules_refuse_it_at_once(asked: Callable[[], Any], monkeypa
 
 
 def test_a_plan_of_modules_refuses_it_too() -> None:
-    plan = planner.plan(
-        Stack(),
-        rows(),
-        budget=planner.Budget(activations="75%"),
-        runtime="modules",
-        search=planner.Search(compare=False),
-    )
+    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="75%", runtime="modules", compare=False))
     with pytest.raises(UsageError, match=REFUSAL):
         planner.auto_wrap(Stack(), budget=plan, search="chain-dp")
     with pytest.raises(UsageError, match=REFUSAL):
@@ -129,9 +97,7 @@ def test_the_command_line_refuses_it_at_once(
 def test_auto_asks_it_where_the_graph_is_captured() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plan = planner.plan(
-            Stack(), rows(), budget=planner.Budget(activations="80%"), search=planner.Search("chain-dp", compare=False)
-        )
+        plan = planner.plan(Stack(), rows(), **grouped(activation_budget="80%", solver="chain-dp", compare=False))
         model = planner.auto_wrap(Stack(), budget=planner.Budget(activations="80%"), search="chain-dp")
         model(rows()).backward()
     for made in (plan, planner.plan_of(model)):
@@ -150,16 +116,11 @@ SAID = r"the solver 'chain-dp'.*is not asked"
 def test_auto_says_where_it_cannot_be_asked() -> None:
     with pytest.warns(UserWarning, match=rf"'modules' in place of 'graph'.*{SAID}"):
         plan = planner.plan(
-            Branching(),
-            rows(),
-            budget=planner.Budget(activations="75%"),
-            search=planner.Search("chain-dp", compare=False),
+            DependingOnData(), rows(), **grouped(activation_budget="75%", solver="chain-dp", compare=False)
         )
     assert modules_of(plan) and re.search(SAID, note_of(plan))
     with pytest.warns(UserWarning) as said:
-        plan = planner.plan(
-            Branching(), rows(), budget=planner.Budget(activations="75%"), search=planner.Search(compare=False)
-        )
+        plan = planner.plan(DependingOnData(), rows(), **grouped(activation_budget="75%", compare=False))
     assert not any("is not asked" in text for text in (note_of(plan), *(str(one.message) for one in said)))
 
 
@@ -170,9 +131,8 @@ def test_auto_goes_on_without_it(at_once: bool, has_loss: bool) -> None:
         model = planner.auto_wrap(
             Breaking(),
             rows() if at_once else None,
-            budget=planner.Budget(activations="75%"),
-            search="chain-dp",
             loss_fn=None if has_loss else torch.square,
+            **grouped(activation_budget="75%", solver="chain-dp"),
         )
         model(rows()).backward()
     with warnings.catch_warnings():

@@ -11,8 +11,8 @@ from torch import nn
 
 import planner
 from planner.analysis.study import Study
-from planner.capture import joint_capture
 from planner.capture.inputs import Inputs
+from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.session.step import Options
 from planner.session.studying import studies_by_size
@@ -26,20 +26,6 @@ def said_by(study: Study) -> Any:
     rest = {f.name: getattr(study.graph, f.name) for f in dataclasses.fields(study.graph)}
     rest |= {"operations": (), "values": ()}
     return operations, values, rest, study.costs, study.static_memory
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the programs that Dynamo captured, an entry each."""
-    made: list[int] = []
-    backend = joint_capture.Backend.__call__
-
-    def counted(self: Any, *args: Any) -> Any:
-        made.append(len(made))
-        return backend(self, *args)
-
-    monkeypatch.setattr(joint_capture.Backend, "__call__", counted)
-    return made
 
 
 @pytest.mark.parametrize("of", ["length", "images"])
@@ -121,10 +107,9 @@ def test_sizes_are_asked_about_in_python() -> None:
     curve = planner.what_if(
         model,
         x,
-        search=planner.Search(deterministic=True, time_limit_seconds=5.0),
-        budget=2 * whole,
         sizes={"batch_size": [2, 8, 64], "seq_len": "4,64"},
         budgets=[whole, 2 * whole],
+        **grouped(deterministic=True, time_limit_seconds=5.0, budget=2 * whole),
     )
     assert curve.batch_sizes is not None and curve.seq_lens is not None
     assert curve.batch_sizes.budget_bytes == curve.seq_lens.budget_bytes == 2 * whole

@@ -18,10 +18,10 @@ from planner.ir.cut_points import chain_places
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.solvers import chain_dp
 from tests import oracle
 from tests.example_graphs import Builder, transformer
+from tests.planned import problem_at
 
 Step = tuple[TrainingGraph, tuple[OperationCost, ...]]
 
@@ -63,12 +63,6 @@ def chain(states: list[int], tapes: list[int], seconds: list[float], *, workspac
     for k in reversed(range(len(seconds))):
         gradient = add(f"back{k + 1}", [*gradient, *saved[k]], [0], Phase.BACKWARD, 1.0, workspace_bytes)
     return TrainingGraph(operations=tuple(operations), values=tuple(values)), tuple(costs)
-
-
-def at(step: Step, share: float) -> Problem:
-    graph, costs = step
-    top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
-    return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
 
 
 def runs_of(schedule: Schedule, graph: TrainingGraph) -> list[int]:
@@ -133,7 +127,7 @@ def test_random_chains_never_beat_the_optimum_and_often_reach_it(seed: int, shar
     steps = rng.choice([3, 4])
     states = [rng.choice([1, 2, 4]) for _ in range(steps + 1)]
     tapes = [rng.choice([0, 1, 3, 6]) for _ in range(steps)]
-    problem = at(chain(states, tapes, [float(rng.choice([1, 2, 5])) for _ in range(steps)]), share)
+    problem = problem_at(chain(states, tapes, [float(rng.choice([1, 2, 5])) for _ in range(steps)]), share)
     exact = oracle.cheapest(problem)
     try:
         solution = solvers.solve(problem, "chain-dp")
@@ -151,7 +145,7 @@ def test_longer_random_chains_stay_above_the_proven_bound(seed: int, share: floa
     steps = rng.randint(5, 14)
     states = [rng.choice([2, 3, 5, 8]) for _ in range(steps + 1)]
     tapes = [rng.choice([0, 1, 4, 9]) for _ in range(steps)]
-    problem = at(chain(states, tapes, [float(rng.choice([1, 2, 5, 7])) for _ in range(steps)]), share)
+    problem = problem_at(chain(states, tapes, [float(rng.choice([1, 2, 5, 7])) for _ in range(steps)]), share)
     try:
         found = [solvers.solve(problem, name, time_limit_seconds=0.4) for name in ("chain-dp", "ilp")]
     except InfeasibleBudgetError:
@@ -168,7 +162,7 @@ def test_longer_random_chains_stay_above_the_proven_bound(seed: int, share: floa
     "step", [oracle.gpt_like(6, vocabulary=1024), oracle.resnet_like(16), transformer(8)], ids=["gpt", "cnn", "toy"]
 )
 def test_training_steps_cost_no_more_than_the_square_root_rule(step: Step, share: float) -> None:
-    problem = at(step, share)
+    problem = problem_at(step, share)
     try:
         rule = solvers.solve(problem, "sqrt").recompute_seconds
     except InfeasibleBudgetError:
@@ -182,12 +176,12 @@ def test_training_steps_cost_no_more_than_the_square_root_rule(step: Step, share
 
 def test_more_budget_never_costs_more() -> None:
     step = oracle.gpt_like(8, vocabulary=1024)
-    found = [solvers.solve(at(step, share / 100), "chain-dp").recompute_seconds for share in range(30, 100, 20)]
+    found = [solvers.solve(problem_at(step, share / 100), "chain-dp").recompute_seconds for share in range(30, 100, 20)]
     assert found == sorted(found, reverse=True)
 
 
 def test_equal_stages_are_solved_once() -> None:
-    problem = at(oracle.gpt_like(24, vocabulary=1024), 0.5)
+    problem = problem_at(oracle.gpt_like(24, vocabulary=1024), 0.5)
     stages = chain_dp.Chain(problem, chain_places(problem.graph))
     names = chain_dp.run_names(stages)
     assert stages.count > 48
@@ -195,14 +189,14 @@ def test_equal_stages_are_solved_once() -> None:
 
 
 def test_depth_is_no_obstacle() -> None:
-    problem = at(oracle.gpt_like(48, vocabulary=1024), 0.3)
+    problem = problem_at(oracle.gpt_like(48, vocabulary=1024), 0.3)
     started = time.perf_counter()
     solvers.solve(problem, "chain-dp")
     assert time.perf_counter() - started < 20  # two seconds where nothing else runs
 
 
 def test_two_solves_give_the_same_plan() -> None:
-    problem = at(oracle.resnet_like(12), 0.5)
+    problem = problem_at(oracle.resnet_like(12), 0.5)
     one, other = (solvers.solve(problem, "chain-dp").schedule for _ in range(2))
     assert one == other
 
@@ -226,7 +220,7 @@ def test_what_cannot_be_made_again_is_never_run_twice() -> None:
     graph, costs = oracle.gpt_like(6, vocabulary=1024)
     frozen = tuple(replace(o, recomputable="drop" not in o.name) for o in graph.operations)
     graph = TrainingGraph(operations=frozen, values=graph.values)
-    solution = solvers.solve(at((graph, costs), 0.6), "chain-dp")
+    solution = solvers.solve(problem_at((graph, costs), 0.6), "chain-dp")
     runs = runs_of(solution.schedule, graph)
     assert all(count == 1 for count, o in zip(runs, frozen, strict=True) if not o.recomputable)
     assert max(runs) > 1

@@ -29,16 +29,10 @@ from planner.solving.peak_bounds import proven_floor
 from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 from planner.solving.solution_pool import Member
 from tests import oracle
+from tests.planned import problem_at
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
-
-
-def at(step: tuple[TrainingGraph, tuple[Any, ...]], share: float) -> Problem:
-    """Make a problem with a share of what keeping everything takes."""
-    graph, costs = step
-    top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
-    return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
 
 
 def reruns(annealing: RerunSet) -> list[int]:
@@ -92,7 +86,7 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 def test_bytes_and_seconds_are_exact_after_every_move(pace: Callable[[int], int]) -> None:
     for seed in range(pace(80)):
         rng = random.Random(seed)
-        annealing = RerunSet(at(oracle.random_graph(seed, operations=rng.choice([4, 7, 9, 14])), 0.75), seed)
+        annealing = RerunSet(problem_at(oracle.random_graph(seed, operations=rng.choice([4, 7, 9, 14])), 0.75), seed)
         assert_agrees_with_the_simulator(annealing)
         for number in range(40):
             temperature = 5.0 if number % 2 else 0.1
@@ -103,7 +97,7 @@ def test_bytes_and_seconds_are_exact_after_every_move(pace: Callable[[int], int]
 @needs_numba
 @pytest.mark.parametrize("step", [oracle.gpt_like(3, vocabulary=1024), oracle.resnet_like(8)], ids=["gpt", "cnn"])
 def test_training_steps_stay_exact(step: tuple[TrainingGraph, tuple[Any, ...]]) -> None:
-    annealing = RerunSet(at(step, 0.5), 0)
+    annealing = RerunSet(problem_at(step, 0.5), 0)
     for _ in range(30):
         annealing.kernels.anneal(annealing.tables, annealing.state, 1000, 3.0, 1e-2)
         assert_agrees_with_the_simulator(annealing)
@@ -113,7 +107,7 @@ def test_training_steps_stay_exact(step: tuple[TrainingGraph, tuple[Any, ...]]) 
 def test_any_set_of_reruns_can_be_loaded(pace: Callable[[int], int]) -> None:
     for seed in range(pace(60)):
         rng = random.Random(seed)
-        problem = at(oracle.random_graph(seed, operations=10), 0.7)
+        problem = problem_at(oracle.random_graph(seed, operations=10), 0.7)
         annealing = RerunSet(problem, seed)
         free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable and o < 9]
         slots = int(annealing.state.whole[annealing.kernels.SLOTS])
@@ -151,7 +145,7 @@ def test_what_runs_again_before_one_operation_need_not_go_in_base_order(pace: Ca
 def test_any_schedule_can_be_loaded_with_slots_enough(pace: Callable[[int], int]) -> None:
     for seed in range(pace(60)):
         rng = random.Random(seed)
-        problem = at(oracle.random_graph(seed, operations=10), 0.7)
+        problem = problem_at(oracle.random_graph(seed, operations=10), 0.7)
         free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable]
         before = {index: rng.choices([o for o in free if o < index] or [0], k=rng.randrange(12)) for index in (6, 9)}
         schedule = Schedule.with_recomputations(problem.graph, before if free and free[0] < 6 else {})
@@ -162,7 +156,7 @@ def test_any_schedule_can_be_loaded_with_slots_enough(pace: Callable[[int], int]
 
 
 def test_a_schedule_that_runs_most_of_the_step_again_and_again_has_room(pace: Callable[[int], int]) -> None:
-    problem = at(oracle.random_graph(3, operations=10), 0.7)
+    problem = problem_at(oracle.random_graph(3, operations=10), 0.7)
     problem = replace(problem, costs=tuple(replace(cost, seconds=1.0) for cost in problem.costs))  # sums are exact
     free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable and o < 9]
     schedule = Schedule.with_recomputations(problem.graph, {9: free * (pace(800) // 4)})
@@ -198,7 +192,7 @@ def test_random_graphs_come_within_a_hundredth_of_the_optimum() -> None:
     for seed in range(200):
         graph, costs = oracle.random_graph(seed, operations=4 + seed % 6, plain=seed % 3 == 0)
         floor, _ = proven_floor(graph, costs)
-        top = at((graph, costs), 1.0).budget_bytes
+        top = problem_at((graph, costs), 1.0).budget_bytes
         problem = Problem(graph=graph, costs=costs, budget_bytes=floor + (top - floor) * (seed % 4) // 5)
         best = oracle.cheapest(problem)
         if best is None:
@@ -221,7 +215,7 @@ def test_random_graphs_come_within_a_hundredth_of_the_optimum() -> None:
 
 @needs_numba
 def test_a_plan_to_start_from_is_never_made_worse() -> None:
-    problem = at(oracle.resnet_like(16), 0.4)
+    problem = problem_at(oracle.resnet_like(16), 0.4)
     incumbent = solvers.solve(problem, "sqrt")
     better = improved(problem, incumbent.schedule, seconds=1.0)
     assert better.recompute_seconds < incumbent.recompute_seconds
@@ -253,7 +247,7 @@ def test_plans_that_are_there_stay_what_they_are_where_one_needs_more_slots() ->
 
 @needs_numba
 def test_it_stops_when_told_so() -> None:
-    problem = at(oracle.resnet_like(16), 0.4)
+    problem = problem_at(oracle.resnet_like(16), 0.4)
     incumbent = solvers.solve(problem, "sqrt").schedule
     started = time.perf_counter()
     assert improved(problem, incumbent, seconds=60, is_over=lambda: True).schedule == incumbent
@@ -263,9 +257,9 @@ def test_it_stops_when_told_so() -> None:
 def test_without_numba_it_is_unavailable_and_auto_says_that_it_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.solvers.search.find_spec", lambda name: None)
     with pytest.raises(SolverUnavailableError, match=r"checkpoint-planner\[search\]"):
-        solvers.solve(at(oracle.resnet_like(8), 0.5), "search")
+        solvers.solve(problem_at(oracle.resnet_like(8), 0.5), "search")
     told: list[str] = []
-    problem = at(oracle.resnet_like(30), 0.25)
+    problem = problem_at(oracle.resnet_like(30), 0.25)
     assert solvers.solve(problem, time_limit_seconds=0.5, progress=told.append).peak_bytes <= problem.budget_bytes
     assert any("numba" in line and "going without" in line for line in told)
 
@@ -275,7 +269,7 @@ def test_without_numba_it_is_unavailable_and_auto_says_that_it_goes_without(monk
 
 @needs_numba
 def test_auto_carries_on_where_the_integer_programme_stalls() -> None:
-    problem = at(oracle.resnet_like(50), 0.25)
+    problem = problem_at(oracle.resnet_like(50), 0.25)
     told: list[str] = []
     solution = solvers.solve(problem, time_limit_seconds=5, progress=told.append)
     step = problem.baseline.seconds
@@ -296,7 +290,7 @@ def test_cores_that_are_left_anneal_each_with_other_moves(
     monkeypatch.setattr(type(SOLVER), "require", lambda self: None)
     monkeypatch.setattr(type(SOLVER), "prepare", lambda *_: True)
     monkeypatch.setattr(type(SOLVER), "improve", improve)
-    solvers.solve(at(oracle.resnet_like(50), 0.25), time_limit_seconds=1.0, seed=7)
+    solvers.solve(problem_at(oracle.resnet_like(50), 0.25), time_limit_seconds=1.0, seed=7)
     assert sorted(seeds) == [*range(7, 7 + annealings)]
 
 
@@ -305,7 +299,7 @@ def test_where_the_integer_programme_closes_the_gap_annealing_is_not_loaded(monk
         raise AssertionError("the search was started")
 
     monkeypatch.setattr(type(SOLVER), "improve", fail)
-    problem = at(oracle.gpt_like(6, vocabulary=1024), 0.8)
+    problem = problem_at(oracle.gpt_like(6, vocabulary=1024), 0.8)
     solution = solvers.solve(problem, time_limit_seconds=30)
     assert solution.solver == "ilp"
     assert solution.recompute_seconds - solution.lower_bound_seconds <= 3e-4 * problem.baseline.seconds

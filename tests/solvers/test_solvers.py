@@ -21,6 +21,7 @@ from planner.solving import milp
 from planner.solving.milp import Answer, Relaxation
 from planner.solving.peak_bounds import minimum_peak, proven_floor
 from tests import oracle
+from tests.planned import problem_at
 from tests.tiers import tiered
 
 seeds = st.integers(0, 10**6)
@@ -37,13 +38,6 @@ def tiny(seed: int, share: float, count: int) -> Problem:
 
 GPT = oracle.gpt_like(6, vocabulary=8192)
 CNN = oracle.resnet_like(16)
-
-
-def at(step: tuple[TrainingGraph, tuple[OperationCost, ...]], share: float) -> Problem:
-    """Make a problem with a share of what keeping everything takes."""
-    graph, costs = step
-    top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
-    return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
 
 
 EVERY = tiered(solvers.names(), slow=["offload_search"])
@@ -67,7 +61,7 @@ def test_an_unknown_solver_is_refused_with_near_names() -> None:
 
 def test_the_time_limit_must_be_positive() -> None:
     with pytest.raises(UsageError, match="time limit"):
-        solvers.solve(at(GPT, 0.5), time_limit_seconds=0)
+        solvers.solve(problem_at(GPT, 0.5), time_limit_seconds=0)
 
 
 # ----------------------------------------------------------------------------- every solver
@@ -99,7 +93,7 @@ def test_no_solver_beats_the_optimum_or_breaks_the_budget(name: str, seed: int, 
 def test_keeping_everything_is_free_where_it_fits(
     name: str, step: tuple[TrainingGraph, tuple[OperationCost, ...]]
 ) -> None:
-    solution = solvers.solve(at(step, 1.0), name)
+    solution = solvers.solve(problem_at(step, 1.0), name)
     assert solution.schedule == Schedule.keep_all(step[0])
     assert solution.recompute_seconds == 0.0
     assert solution.is_optimal
@@ -119,7 +113,7 @@ def test_a_budget_below_the_proven_floor_is_infeasible(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_scaling_bytes_and_seconds_scales_the_answer(name: str) -> None:
-    problem = at(GPT, 0.6)
+    problem = problem_at(GPT, 0.6)
     graph = problem.graph
     scaled = Problem(
         graph=replace(
@@ -169,22 +163,22 @@ def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count:
 def test_training_steps_come_near_the_bound(
     step: tuple[TrainingGraph, tuple[OperationCost, ...]], share: float, gap: float
 ) -> None:
-    problem = at(step, share)
+    problem = problem_at(step, share)
     solution = solvers.solve(problem, "ilp", time_limit_seconds=8)
     assert solution.recompute_seconds - solution.lower_bound_seconds <= gap * problem.baseline.seconds
 
 
 def test_more_budget_never_costs_more() -> None:
     shares = (0.35, 0.6, 0.85)
-    found = [solvers.solve(at(GPT, share), time_limit_seconds=0.5, deterministic=True) for share in shares]
-    slack = 3e-4 * at(GPT, 1.0).baseline.seconds
+    found = [solvers.solve(problem_at(GPT, share), time_limit_seconds=0.5, deterministic=True) for share in shares]
+    slack = 3e-4 * problem_at(GPT, 1.0).baseline.seconds
     for tight, loose in pairwise(found):
         assert loose.recompute_seconds <= tight.recompute_seconds + slack
         assert loose.lower_bound_seconds <= tight.recompute_seconds + 1e-12
 
 
 def test_auto_is_no_worse_than_the_others() -> None:
-    problem = at(CNN, 0.5)
+    problem = problem_at(CNN, 0.5)
     auto = solvers.solve(problem, time_limit_seconds=0.25, deterministic=True)
     for name in ("sqrt", "ilp"):
         other = solvers.solve(problem, name, time_limit_seconds=0.25, deterministic=True)
@@ -200,7 +194,7 @@ def test_no_better_plan_is_looked_for_than_one_that_is_near_enough(monkeypatch: 
             return super().solve(seconds, turns)
 
     monkeypatch.setattr(ilp, "relaxed", Counted)
-    problem, tried = at(GPT, 0.7), []
+    problem, tried = problem_at(GPT, 0.7), []
     for enough in (0.0, 5e-3):
         asked.clear()
         effort = SolveLimits(time_limit_seconds=5.0, deterministic=True, enough=enough)
@@ -216,14 +210,14 @@ def test_without_highs_cbc_takes_over_and_without_either_auto_does(has_cbc, monk
     pulp = pytest.importorskip("pulp")
     monkeypatch.setattr(milp, "_highspy", lambda: None)
     if has_cbc:
-        solution = solvers.solve(at(GPT, 0.8), "ilp", time_limit_seconds=5)
+        solution = solvers.solve(problem_at(GPT, 0.8), "ilp", time_limit_seconds=5)
         assert 0 < solution.lower_bound_seconds <= solution.recompute_seconds
         return
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
     with pytest.raises(SolverUnavailableError, match="highspy"):
-        solvers.solve(at(GPT, 0.6), "ilp")
-    found = solvers.solve(at(GPT, 0.6), time_limit_seconds=0.5, deterministic=True)
-    assert found.peak_bytes <= at(GPT, 0.6).budget_bytes
+        solvers.solve(problem_at(GPT, 0.6), "ilp")
+    found = solvers.solve(problem_at(GPT, 0.6), time_limit_seconds=0.5, deterministic=True)
+    assert found.peak_bytes <= problem_at(GPT, 0.6).budget_bytes
 
 
 # ----------------------------------------------------------------------------- segmentation and floor
@@ -232,7 +226,7 @@ def test_without_highs_cbc_takes_over_and_without_either_auto_does(has_cbc, monk
 @pytest.mark.parametrize("dropout", [True, False])
 def test_segmentation_keeps_the_residual_stream_and_runs_each_operation_at_most_once_again(dropout: bool) -> None:
     graph, costs = oracle.gpt_like(16, vocabulary=1024, dropout=dropout)
-    problem = at((graph, costs), 0.45)
+    problem = problem_at((graph, costs), 0.45)
     solution = solvers.solve(problem, "sqrt")
     runs = [solution.schedule.order.count(index) for index in range(len(graph.operations))]
     assert max(runs) == 2
@@ -267,7 +261,7 @@ def test_counting_work_gives_the_same_plan_every_time(name: str) -> None:
     found = []
     for _ in range(2):
         try:
-            solution = solvers.solve(at(CNN, 0.45), name, time_limit_seconds=0.25, deterministic=True, seed=3)
+            solution = solvers.solve(problem_at(CNN, 0.45), name, time_limit_seconds=0.25, deterministic=True, seed=3)
         except InfeasibleBudgetError as error:
             found.append((str(error), error.lower_bound_seconds))
         else:
@@ -280,7 +274,7 @@ def test_the_bound_survives_where_no_plan_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("planner.solvers.ilp.carry_out", lambda problem, *_: (Schedule.keep_all(problem.graph), [0]))
     monkeypatch.setattr("planner.solvers.ilp._StepCutSearch.cut_at", lambda *_: None)
     with pytest.raises(InfeasibleBudgetError, match="found no plan") as caught:
-        solvers.solve(at(GPT, 0.5), "ilp", time_limit_seconds=2)
+        solvers.solve(problem_at(GPT, 0.5), "ilp", time_limit_seconds=2)
     assert caught.value.lower_bound_seconds > 0
     assert not caught.value.is_proven
 

@@ -81,9 +81,7 @@ def test_every_strategy_of_one_device_runs(name: str, step: Study, kept: list[to
 
 @pytest.mark.parametrize("name", tiered(["every-layer", "every-2"], quick=["every-2"]))
 def test_choices_of_modules_run_as_such(name: str) -> None:
-    plan = planner.plan(
-        Transformer(), X, budget=planner.Budget(strategy=name), runtime="modules", search=planner.Search(compare=False)
-    )
+    plan = planner.plan(Transformer(), X, **grouped(strategy=name, runtime="modules", compare=False))
     assert plan.runtime == "modules" and len(modules_of(plan)) == (3 if name == "every-layer" else 2)
     proof = planner.verify(Transformer(), X, plan, timed_steps=1)
     assert proof.exact, proof.differences
@@ -111,9 +109,7 @@ def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does(step: Study
 
 
 def test_within_a_budget_or_not_at_all(step: Study) -> None:
-    own = planner.plan(
-        Transformer(), X, budget=planner.Budget(strategy="every-2"), search=planner.Search(compare=False)
-    )
+    own = planner.plan(Transformer(), X, **grouped(strategy="every-2", compare=False))
     above = step.plan(
         budget=planner.Budget(own.peak_bytes + 4096, strategy="every-2"), search=planner.Search(compare=False)
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import cli
 import cost_models
@@ -33,6 +31,7 @@ from planner.report.comparisons import strategies_answer as answer
 from planner.strategies import StrategyStep, _rules
 from planner.strategies._rules import GATHER, peak_bytes, searched_count
 from tests.example_graphs import Builder, transformer
+from tests.planned import printed
 
 GRAPH, COSTS = transformer(4)
 HOST = Host(bytes_per_second=1e11, budget_bytes=2**62, least_bytes=1)
@@ -320,9 +319,7 @@ def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
         assert row.host_bytes > 0 and row.excess is not None and row.gap is not None
         assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead  # type: ignore[operator]
     assert max(row.excess for row in found.rows if row.excess is not None) > 0.05
-    console = Console(width=100, file=io.StringIO(), highlight=False)
-    render_established(found, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(render_established, found, width=100)
     assert "host" in text and "may use as much host memory" in text
 
 

@@ -205,9 +205,7 @@ def test_every_layer_that_is_built_alike_is_chunked() -> None:
 
 def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_piece() -> None:
     model, inputs = Noisy(), rows(64)
-    plan = planner.plan(
-        model, inputs, budget="90%", runtime=planner.Runtime(chunk=4), search=planner.Search(time_limit_seconds=0.5)
-    )
+    plan = planner.plan(model, inputs, **grouped(budget="90%", chunk=4, time_limit_seconds=0.5))
     assert_as_promised(model, inputs, plan)
 
 
@@ -264,13 +262,7 @@ def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper(whole: Stu
     model, inputs = GPT(), tokens()
     assert chunks_of(planner.plan(model, inputs, budget="100%", runtime=planner.Runtime(chunk="auto")).fingerprint) == 1
     budget = smallest(whole) - LOGITS_BYTES // 2
-    plan = planner.plan(
-        model,
-        inputs,
-        budget=budget,
-        runtime=planner.Runtime(chunk="auto"),
-        search=planner.Search(time_limit_seconds=0.5),
-    )
+    plan = planner.plan(model, inputs, **grouped(budget=budget, chunk="auto", time_limit_seconds=0.5))
     assert chunks_of(plan.fingerprint) > 1
     (why,) = (w for w in plan.warnings if w.rule == "why-slices")
     assert "in one piece no plan" in why.evidence
@@ -285,13 +277,7 @@ def test_a_saved_plan_rebuilds_its_chunks_gives_the_gradients_of_eager_and_goes_
     model(ids, labels).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    made = planner.plan(
-        model,
-        (ids, labels),
-        budget="85%",
-        runtime=planner.Runtime(chunk=4),
-        search=planner.Search(time_limit_seconds=0.5, compare=False),
-    )
+    made = planner.plan(model, (ids, labels), **grouped(budget="85%", chunk=4, time_limit_seconds=0.5, compare=False))
     in_one_piece = whole.problem("85%")
     assert made.budget_bytes == in_one_piece.budget_bytes + in_one_piece.graph.total_static_bytes
     made.save(tmp_path / "plan")
@@ -303,13 +289,7 @@ def test_a_saved_plan_rebuilds_its_chunks_gives_the_gradients_of_eager_and_goes_
     assert planner.plan_of(model).recomputations == made.recomputations
     for name, parameter in model.named_parameters():
         assert (parameter.grad - expected[name]).norm() <= TOLERANCE * max(expected[name].norm(), 0.01), name
-    planner.auto_wrap(
-        model,
-        (ids, labels),
-        budget=made.budget_bytes,
-        runtime=planner.Runtime(chunk=4),
-        search=planner.Search(time_limit_seconds=0.5),
-    )
+    planner.auto_wrap(model, (ids, labels), **grouped(budget=made.budget_bytes, chunk=4, time_limit_seconds=0.5))
     model(ids[:, :20], labels[:, :20]).backward()
     assert chunks_of(planner.plan_of(model).fingerprint) == 4
 

@@ -10,9 +10,9 @@ from torch import nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import aot_backend
 from planner.session.step import Options, lower_as_run
+from tests.runtimes.steps import assert_same, beside, measured_bytes, train, verified
 from tests.tiers import tiered
 
 ROWS, WIDTH, TOKENS = 8, 64, 3000
@@ -39,34 +39,17 @@ def ids() -> torch.Tensor:
     return torch.randint(TOKENS, (ROWS,), generator=torch.Generator().manual_seed(1))
 
 
-def step(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(ids()).backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def peak_bytes(model: nn.Module) -> int:
-    model.zero_grad()
-    return measure_peak(lambda: model(ids()).backward(), torch.device("cpu"))[0]
-
-
 @pytest.mark.parametrize("uses", tiered([2, 4], slow=[2]))
 def test_a_tied_table_needs_no_more_than_in_eager_and_the_bits_are_those_of_eager(uses: int) -> None:
-    model = Tied(uses)
-    expected, eager_bytes = step(model), peak_bytes(model)
-    planner.auto_wrap(model, ids(), budget="100%")
-    found = step(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    table_bytes = model.table.weight.numel() * 4
-    assert peak_bytes(model) < eager_bytes + table_bytes / 2
+    plain, model = beside(Tied(uses), ids(), budget="100%")
+    assert_same(train(plain, ids()), train(model, ids()))
+    assert measured_bytes(model, ids()) < measured_bytes(plain, ids()) + model.table.weight.nbytes / 2
 
 
 def test_the_prediction_holds() -> None:
     model = Tied(3)
     plan = planner.plan(model, ids(), budget="100%")
-    measured = planner.verify(model, ids(), plan, timed_steps=1)
-    assert measured.exact
-    assert measured.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3)
+    verified(model, ids(), plan)
 
 
 class ReadTwice(nn.Module):
@@ -81,13 +64,9 @@ class ReadTwice(nn.Module):
 
 
 def test_a_summand_that_others_read_is_left_alone() -> None:
-    model, x = ReadTwice(), torch.randn(64)
-    model(x).backward()
-    expected = model.scale.grad.clone()
-    model.scale.grad = None
-    planner.auto_wrap(model, x, budget="100%")
-    model(x).backward()
-    assert torch.allclose(model.scale.grad, expected)
+    x = torch.randn(64)
+    plain, model = beside(ReadTwice(), x, budget="100%")
+    torch.testing.assert_close(train(model, x), train(plain, x))
 
 
 def test_a_compiler_that_wants_no_writes_gets_none() -> None:
