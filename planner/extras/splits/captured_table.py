@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.inputs import Inputs, LossFunction, check_module
+from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, parameter_nodes, tensors_of
 from planner.capture.torch_internals import OpOverload, declared_arguments, in_memory, storage_id
 from planner.common.limits import SolveLimits
 from planner.common.options import Training
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.extras.pipelines.stages import Stage, cut
-from planner.extras.pipelines.whole_model import part_of, storages_read
+from planner.extras.pipelines.whole_model import WholeStep, part_of
 from planner.extras.splits.table import FULL, KEEP, Choice, Layer, ModelTable, Work, divisors, merged
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
-from planner.ir.in_place import InPlace, joined
+from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.layers import find_layers, layer_among
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
 from planner.measure.optimizers import optimizer_memory
-from planner.session.step import LoweredStep, Options, captured, cost, lower_step, with_loss
+from planner.session.step import Options
 from planner.solvers import solved
 
 KEPT_SHARES = (0.75, 0.5, 0.25)
@@ -57,37 +56,21 @@ def split_table(
     UsageError
         If it has no repeated layers.
     """
-    check_module(model)
-    training = options.training
-    alone = replace(options, training=Training())
-    alone = with_loss(model, alone, loss_fn, inputs)
-    step = lower_step(model, captured(model, inputs, alone), alone)
-    costing = cost(model, step.lowered, step.spec, alone)
-    in_place = joined(step.lowered.graph, step.may_overwrite, costing.costs)
-    return _Tabulation(model, step, in_place, in_place.costs(costing.costs), training).table(tokens)
+    return _Tabulation(model, WholeStep(model, inputs, loss_fn, options), options.training).table(tokens)
 
 
 class _Tabulation:
-    def __init__(
-        self,
-        model: nn.Module,
-        step: LoweredStep,
-        in_place: InPlace,
-        costs: Sequence[OperationCost],
-        training: Training,
-    ) -> None:
-        self.model, self.step, self.training = model, step, training
-        self.joint: JointGraph = step.lowered.joint
-        graph = in_place.graph
+    def __init__(self, model: nn.Module, whole: WholeStep, training: Training) -> None:
+        self.model, self.whole, self.training = model, whole, training
+        graph, lowered = whole.graph, whole.step.lowered
+        self.joint: JointGraph = lowered.joint
         self.name, layers = graph.name, find_layers(graph)
         self.blocks = layers.blocks
         if len(self.blocks) < 2:
             raise UsageError(f"{graph.name} has no row of repeated layers: its devices can only be copies")
         forward = dict.fromkeys(name for name in layers.of[: graph.loss_index] if name)
-        self.stages = cut(graph, costs, len(forward))
-        single = storages_read(step.lowered)
-        self.reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
-        pairs = zip(step.lowered.operation_nodes, step.lowered.graph.operations, strict=True)
+        self.stages = cut(graph, whole.costs, len(forward))
+        pairs = zip(lowered.operation_nodes, lowered.graph.operations, strict=True)
         operations = {node: operation for node, operation in pairs if node is not None}
         # What is known of operations by their keys, which stages have too.
         in_layers = [
@@ -236,8 +219,7 @@ class _Tabulation:
 
     def _storages(self, stages: Sequence[Stage]) -> set[int]:
         """Return the storages of parameters that stages read."""
-        read = (self.reads[index] for stage in stages for index in stage.operations if index < len(self.reads))
-        return set[int]().union(*read) & {storage_id(parameter) for parameter in self.model.parameters()}
+        return self.whole.storages_read(stages) & {storage_id(parameter) for parameter in self.model.parameters()}
 
     def _weights_of(self, storages: set[int]) -> dict[str, Any]:
         """Return what a layer that reads parameters of these storages has of the model, and what training holds."""
@@ -246,7 +228,7 @@ class _Tabulation:
             part,
             self.training.optimizer,
             alignment_bytes=1,
-            device_kind=self.step.spec.kind,
+            device_kind=self.whole.step.spec.kind,
             master_weights=self.training.master_weights,
         )
         sizes = {storage_id(p): in_memory(p).nbytes for p in part.parameters()}

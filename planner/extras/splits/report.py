@@ -93,7 +93,7 @@ def _lost(answer: Answer) -> RenderableType:
 
 
 def _shape(one: Lost) -> str:
-    return ", ".join(f"{name} {n}" for name, n in one.shape._asdict().items() if n > 1 or name == "data")
+    return ", ".join(f"{name} {n}" for name, n in one.shape.named.items() if n > 1 or name == "data")
 
 
 def _slower(one: Lost) -> str:

@@ -138,6 +138,11 @@ class Shape(NamedTuple):
     context: int
     expert: int
 
+    @property
+    def named(self) -> dict[str, int]:
+        """By their names."""
+        return self._asdict()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -206,7 +211,7 @@ class Split:
     def __str__(self) -> str:
         """Say what it is."""
         parts = [f"data {self.data} ({self.sharding})"]
-        parts += [f"{name} {degree}" for name, degree in list(self.shape._asdict().items())[1:] if degree > 1]
+        parts += [f"{name} {degree}" for name, degree in list(self.shape.named.items())[1:] if degree > 1]
         parts += [f"{self.chunks} chunks interleaved"] * (self.chunks > 1)
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
 
@@ -314,7 +319,7 @@ class Answer:
             **attributes(self.question, "gpus", "global_batch", "memory_bytes", "links"),
             "best": [estimate.report() for estimate in self.best],
             "best_of_engine": {engine: estimate.report() for engine, estimate in self.of_engine.items()},
-            "lost": [one.shape._asdict() | attributes(one, "reason", "slower", "missing_bytes") for one in self.lost],
+            "lost": [one.shape.named | attributes(one, "reason", "slower", "missing_bytes") for one in self.lost],
             **attributes(self, "model", "arguments", "considered", "assumed"),
             "search_seconds": self.seconds,
         }
