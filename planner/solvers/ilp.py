@@ -20,7 +20,7 @@ from planner.ir.simulator import Evaluation
 from planner.solving.branch_and_bound import Branching, Limits, PseudoCosts, Tree
 from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Relaxation, exact_optimum, relaxed
+from planner.solving.milp import Answer, Relaxation, exact_optimum
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, take_back, without_useless
@@ -59,7 +59,7 @@ _SMALL = 60
 
 
 class IlpSolver:
-    """Step-cut ILP with HiGHS, or CBC where that is missing."""
+    """Step-cut ILP with HiGHS."""
 
     name = "ilp"
     summary = "step-cut integer programme: near-optimal, with a proven bound on any plan"
@@ -199,7 +199,7 @@ class _StepCutSearch:
     def relaxed(self, cuts: list[Cut], share: float) -> tuple[Model, Answer]:
         """Solve the relaxation of a programme, and again with the rows that its solution breaks; keep its bound."""
         model, rows = self.model(cuts)
-        relaxation = relaxed(model)
+        relaxation = Relaxation(model)
         answer = Answer(None, 0.0)
         while self.clock.left(share) > 0:
             found = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
@@ -233,7 +233,7 @@ class _StepCutSearch:
         """Look for the optimum of whole solutions until time is over, or plan and bound are near enough."""
         self.relaxed(cuts, share)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
-        relaxation = relaxed(model)
+        relaxation = Relaxation(model)
         branching = Branching(self.reduced, cuts, model)
 
         def solve(turns: int | None) -> Answer:

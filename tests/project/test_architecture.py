@@ -46,7 +46,6 @@ CORE_ROOMS = (
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 ONLY_IN = {
-    "pulp": ("planner.solving.milp",),
     "highspy": ("planner.solving.milp",),
     "networkx": (
         "planner.transforms.chunk_region",
@@ -183,7 +182,7 @@ def test_what_is_installed_is_what_is_imported():
     for extra, package in (("plot", "matplotlib"), ("completion", "shtab")):
         assert config["options.extras_require"][extra].split(">=")[0].strip() == package
         imported -= {package}
-    assert declared == imported | {"highspy", "numpy", "pulp"}  # imported by name
+    assert declared == imported | {"highspy", "numpy"}  # imported by name
     assert config["options.extras_require"]["zoo"].split(">=")[0].strip() == "transformers"
 
 
