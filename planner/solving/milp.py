@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -11,7 +11,7 @@ from typing import Any
 from planner.solving.step_cut import Model, Row
 
 _TOLERANCE = 1e-6
-"""By so much, relatively, the objective of a relaxation may be wrong."""
+"""By so much, relatively, the objective of a relaxation and the bound of a search may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,13 @@ def minimise(
     turns: int | None = None,
     gap: float = 0.0,
     relax: bool = False,
+    is_over: Callable[[float], bool] = lambda bound: False,
 ) -> Answer:
     """Solve a model, or its LP relaxation, whose columns need not be whole.
 
     A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to, or where
-    objective and bound are no further apart than the gap. Turns limit no relaxation.
+    objective and bound are no further apart than the gap, or when it is over: that is asked as often, with the bound
+    that is proven by then. None of that but seconds limits a relaxation.
     """
     if not model.rows:
         return Answer([0.0] * len(model.cost), 0.0)
@@ -43,10 +45,10 @@ def minimise(
         return Relaxation(model).solve(seconds)
     highspy, asked = _highspy(), 0
 
-    def count(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
+    def ask(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
         nonlocal asked
         asked += 1
-        if turns is not None and asked > turns:
+        if is_over(_lowered(output.mip_dual_bound)) or (turns is not None and asked > turns):
             answer.user_interrupt = True
 
     highs = _silent(highspy)
@@ -54,19 +56,18 @@ def minimise(
     for name, value in options.items():
         if value is not None:
             highs.setOptionValue(name, value)
-    if turns is not None:
-        highs.setCallback(count, None)
-        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+    highs.setCallback(ask, None)
+    highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
     highs.passModel(_matrix(highspy, model, relax=False))
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
     if _is_infeasible(highspy, status):
         return Answer(None, 0.0, infeasible=True, turns=asked)
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    columns, bound = _columns(highs) if found else None, info.mip_dual_bound
+    columns, bound = _columns(highs) if found else None, _lowered(info.mip_dual_bound)
     if status == highspy.HighsModelStatus.kOptimal and columns is not None:
-        bound = exact_optimum(model, columns, bound)
-    return Answer(columns, max(bound, 0.0), turns=asked)
+        bound = _exact_optimum(model, columns, bound)
+    return Answer(columns, bound, turns=asked)
 
 
 class Relaxation:
@@ -93,29 +94,11 @@ class Relaxation:
             return Answer(None, 0.0, infeasible=True, turns=steps)
         if status != self.highspy.HighsModelStatus.kOptimal:
             return Answer(None, info.objective_function_value, turns=steps)
-        bound = max(info.objective_function_value * (1 - _TOLERANCE), 0.0)
-        return Answer(_columns(highs), bound, turns=steps)
-
-    def basis(self) -> Any:
-        """Return the simplex basis that it has come to."""
-        return self.highs.getBasis()
-
-    def restart_from(self, basis: Any) -> None:
-        """Restart from an earlier basis; the model must have no more rows than then."""
-        self.highs.setBasis(basis)
+        return Answer(_columns(highs), _lowered(info.objective_function_value), turns=steps)
 
     def prices(self) -> list[float]:
         """Return, for each row at the last optimum, by how much the objective rises with what the row is at least."""
         return list(self.highs.getSolution().row_dual)
-
-    def limit_column(self, column: int, low: float, high: float) -> None:
-        """Narrow what a column may be, or widen it again."""
-        self.highs.changeColBounds(column, low, high)
-
-    def limit_row(self, row: int, low: float, high: float) -> None:
-        """Narrow what the sum of a row of the model may be, or widen it again."""
-        self._add_new_rows()
-        self.highs.changeRowBounds(row, low, high)
 
     def _add_new_rows(self) -> None:
         rows = self.model.rows[self.num_rows :]
@@ -127,15 +110,15 @@ class Relaxation:
         self.highs.addRows(len(rows), least, highest, len(columns), starts[:-1], columns, weights)
 
 
-def exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
+def _exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
     """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
     exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
     return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
 
 
-def may_beat(bound: float, cutoff: float) -> bool:
-    """Say whether what costs no less than a bound may cost less than the cutoff, by more than rounding."""
-    return bound + 2 * _TOLERANCE * max(1.0, bound) < cutoff
+def _lowered(bound: float) -> float:
+    """Return what is proven where HiGHS gives a bound: its tolerance may have raised that."""
+    return max(bound * (1 - _TOLERANCE), 0.0)
 
 
 def _highspy() -> Any:
