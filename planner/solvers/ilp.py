@@ -21,7 +21,7 @@ from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Relaxation, minimise
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
-from planner.solving.repair import lower_peak, take_back, without_useless
+from planner.solving.repair import lower_peak, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
 
 _LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
@@ -251,11 +251,7 @@ class _StepCutSearch:
     def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search, in a share of the time."""
         is_all = self.is_alone and self.incumbent.schedule is None
-        clock = self.clock if is_all else self.clock.part(_MENDED_SHARE)
-        order, peak_bytes = lower_peak(self.problem, order, clock)
-        if peak_bytes <= self.problem.budget_bytes:
-            order = take_back(self.problem, order, clock)
-        self.offer(order)
+        self.offer(lower_peak(self.problem, order, self.clock if is_all else self.clock.part(_MENDED_SHARE))[0])
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
         """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""
