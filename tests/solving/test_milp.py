@@ -1,4 +1,4 @@
-"""Programmes through HiGHS, and through CBC without it."""
+"""Programmes through HiGHS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 
-from planner.solving import milp
 from planner.solving.milp import minimise
 from planner.solving.step_cut import Model
 
@@ -39,12 +38,9 @@ def test_nothing_is_said_on_stdout() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout == b""
 
 
-@pytest.mark.parametrize("has_highs", [True, False])
-def test_optima_and_bounds_are_those_of_trying_everything(has_highs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_highs:
-        monkeypatch.setattr(milp, "_highspy", lambda: None)
+def test_optima_and_bounds_are_those_of_trying_everything() -> None:
     rng = random.Random(0)
-    for _ in range(40 if has_highs else 4):
+    for _ in range(40):
         model = Model()
         for _ in range(6):
             model.column(float(rng.randint(0, 5)), integer=True)
