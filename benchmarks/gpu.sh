@@ -5,7 +5,7 @@
 #
 # WHEELS is a folder with what that Python lacks, made where there is a network, for its version:
 #
-#   pip download -d WHEELS --only-binary :all: --no-deps --python-version 3.12 highspy plotext
+#   pip download -d WHEELS --only-binary :all: --no-deps --python-version 3.12 pulp highspy plotext
 #
 # What else is missing is said. RESULTS, by default $OUT or benchmarks/results, gets at most five files: gpu.json and
 # gpu.md, written after every row so that a run that is cut off keeps what it has, gpu.log, gpu.zip with profiles and a
@@ -28,7 +28,7 @@ export PYTHONPATH=$PWD:$packages CHECKPOINT_PLANNER_CACHE=off
 missing=$(python3 - <<'PYTHON'
 from importlib.util import find_spec
 
-wanted = ("torch", "transformers", "highspy", "networkx", "rich", "jinja2", "plotext", "numpy")
+wanted = ("torch", "transformers", "pulp", "highspy", "networkx", "rich", "jinja2", "plotext", "numpy")
 print(*(name for name in wanted if find_spec(name) is None))
 PYTHON
 )

@@ -139,6 +139,8 @@ class _Race:
         """Run the integer programme; that no plan exists is final, that it found none is not."""
         try:
             ilp.SOLVER.prove(self.incumbent, effort=self.rest(share), progress=self.tell)
+        except SolverUnavailableError as error:
+            self.tell(f"auto: {error}")
         except InfeasibleBudgetError as error:
             if error.is_proven:
                 raise

@@ -18,7 +18,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Relaxation, minimise
+from planner.solving.milp import Answer, Relaxation, minimise, relaxed
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
 from planner.solving.repair import lower_peak, without_useless
@@ -59,7 +59,7 @@ _SMALL = 60
 
 
 class IlpSolver:
-    """Step-cut ILP with HiGHS."""
+    """Step-cut ILP with HiGHS, or CBC where that is missing."""
 
     name = "ilp"
     summary = "step-cut integer programme: near-optimal, with a proven bound on any plan"
@@ -196,7 +196,7 @@ class _StepCutSearch:
     def relaxed(self, cuts: list[Cut], share: float) -> tuple[Model, Answer]:
         """Solve the relaxation of a programme, and again with the rows that its solution breaks; keep its bound."""
         model, rows = self.model(cuts)
-        relaxation = Relaxation(model)
+        relaxation = relaxed(model)
         answer = Answer(None, 0.0)
         while self.clock.left(share) > 0:
             found = self.solve(relaxation, model)

@@ -1,13 +1,18 @@
-"""Mixed-integer programmes and their relaxations, solved by HiGHS: the only module that knows it."""
+"""Mixed-integer programmes and their relaxations: HiGHS or, where highspy is missing, CBC through PuLP.
+
+The only module that knows either library.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
+from planner.errors import SolverUnavailableError
 from planner.solving.step_cut import Model, Row
 
 _TOLERANCE = 1e-6
@@ -42,8 +47,10 @@ def minimise(
     if not model.rows:
         return Answer([0.0] * len(model.cost), 0.0)
     if relax or not any(model.integer):
-        return Relaxation(model).solve(seconds)
+        return relaxed(model).solve(seconds)
     highspy, asked = _highspy(), 0
+    if highspy is None:
+        return _cbc(model, seconds, turns)[0]
 
     def ask(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
         nonlocal asked
@@ -68,6 +75,11 @@ def minimise(
     if status == highspy.HighsModelStatus.kOptimal and columns is not None:
         bound = _exact_optimum(model, columns, bound)
     return Answer(columns, bound, turns=asked)
+
+
+def relaxed(model: Model) -> Relaxation:
+    """Return the LP relaxation of a model."""
+    return Relaxation(model) if _highspy() is not None else _CbcRelaxation(model)
 
 
 class Relaxation:
@@ -110,6 +122,45 @@ class Relaxation:
         self.highs.addRows(len(rows), least, highest, len(columns), starts[:-1], columns, weights)
 
 
+class _CbcRelaxation(Relaxation):
+    """The LP relaxation of a model, solved by CBC from the start each time."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.last_prices: list[float] = []
+
+    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
+        answer, self.last_prices = _cbc(self.model, seconds, turns, relax=True)
+        return answer
+
+    def prices(self) -> list[float]:
+        return self.last_prices
+
+
+def _cbc(model: Model, seconds: float | None, turns: int | None, *, relax: bool = False) -> tuple[Answer, list[float]]:
+    """Solve a model, or its relaxation, by CBC; after so many nodes it stops. Also return the prices of its rows."""
+    pulp = _pulp()
+    programme = pulp.LpProblem("model", pulp.LpMinimize)
+    kinds = [pulp.LpInteger if whole and not relax else pulp.LpContinuous for whole in model.integer]
+    columns = [pulp.LpVariable(f"x{number}", 0, 1, kind) for number, kind in enumerate(kinds)]
+    programme += pulp.LpAffineExpression(zip(columns, model.cost, strict=True))
+    for terms, least in model.rows:
+        programme += pulp.LpAffineExpression([(columns[number], weight) for number, weight in terms]) >= least
+    programme.solve(pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=None if relax else turns))
+    prices = [row.pi or 0.0 for row in programme.constraints.values()]
+    if programme.status == pulp.LpStatusInfeasible:
+        return Answer(None, 0.0, infeasible=True), prices
+    # With a limit CBC reports Optimal for what is only an incumbent; sol_status alone tells them apart.
+    is_optimal = programme.sol_status == pulp.LpSolutionOptimal
+    if not is_optimal and (relax or programme.sol_status != pulp.LpSolutionIntegerFeasible):
+        return Answer(None, 0.0), prices
+    found = [column.varValue or 0.0 for column in columns]
+    if not is_optimal:  # CBC keeps its dual bound to itself
+        return Answer(found, _cbc(model, seconds, None, relax=True)[0].bound), prices
+    bound = _lowered(pulp.value(programme.objective) or 0.0)
+    return Answer(found, bound if relax else _exact_optimum(model, found, bound)), prices
+
+
 def _exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
     """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
     exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
@@ -122,7 +173,24 @@ def _lowered(bound: float) -> float:
 
 
 def _highspy() -> Any:
-    return import_module("highspy")  # it has no types, and takes a while
+    """Return HiGHS; None if it is not installed."""
+    try:
+        return import_module("highspy")  # it has no types, and takes a while
+    except ImportError:
+        return None
+
+
+def _pulp() -> Any:
+    """Import PuLP in a thread of its own, or raise SolverUnavailableError.
+
+    PuLP keeps the exceptions of solvers that are not installed, and with them every frame below the import: a model,
+    its inputs. A new thread has no such frames.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        pulp = thread.submit(import_module, "pulp").result()
+    if not pulp.PULP_CBC_CMD().available():
+        raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
+    return pulp
 
 
 def _is_infeasible(highspy: Any, status: Any) -> bool:

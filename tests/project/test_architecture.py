@@ -46,6 +46,7 @@ CORE_ROOMS = (
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 ONLY_IN = {
+    "pulp": ("planner.solving.milp",),
     "highspy": ("planner.solving.milp",),
     "networkx": (
         "planner.transforms.chunk_region",

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from planner import solvers
 from planner.common.limits import SolveLimits
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import InfeasibleBudgetError, SolverUnavailableError, UsageError
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solvers import ilp
+from planner.solving import milp
 from planner.solving.milp import Answer, Relaxation
 from planner.solving.peak_bounds import minimum_peak, proven_floor
 from tests import oracle
@@ -192,7 +193,7 @@ def test_no_better_plan_is_looked_for_than_one_that_is_near_enough(monkeypatch: 
             asked.append(1)
             return super().solve(seconds, turns)
 
-    monkeypatch.setattr(ilp, "Relaxation", Counted)
+    monkeypatch.setattr(ilp, "relaxed", Counted)
     problem, tried = problem_at(GPT, 0.7), []
     for enough in (0.0, 5e-3):
         asked.clear()
@@ -202,6 +203,21 @@ def test_no_better_plan_is_looked_for_than_one_that_is_near_enough(monkeypatch: 
         assert gap <= max(enough, 1e-3)
         tried.append(len(asked))
     assert tried[1] < tried[0]
+
+
+@pytest.mark.parametrize("has_cbc", [True, False])
+def test_without_highs_cbc_takes_over_and_without_either_auto_does(has_cbc, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulp = pytest.importorskip("pulp")
+    monkeypatch.setattr(milp, "_highspy", lambda: None)
+    if has_cbc:
+        solution = solvers.solve(problem_at(GPT, 0.8), "ilp", time_limit_seconds=5)
+        assert 0 < solution.lower_bound_seconds <= solution.recompute_seconds
+        return
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
+    with pytest.raises(SolverUnavailableError, match="highspy"):
+        solvers.solve(problem_at(GPT, 0.6), "ilp")
+    found = solvers.solve(problem_at(GPT, 0.6), time_limit_seconds=0.5, deterministic=True)
+    assert found.peak_bytes <= problem_at(GPT, 0.6).budget_bytes
 
 
 # ----------------------------------------------------------------------------- segmentation and floor

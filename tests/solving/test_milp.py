@@ -1,4 +1,4 @@
-"""Programmes through HiGHS."""
+"""Programmes through HiGHS, and through CBC without it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from planner.solving import milp
 from planner.solving.milp import minimise
 from planner.solving.step_cut import Model
 
@@ -38,9 +39,12 @@ def test_nothing_is_said_on_stdout() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout == b""
 
 
-def test_optima_and_bounds_are_those_of_trying_everything() -> None:
+@pytest.mark.parametrize("has_highs", [True, False])
+def test_optima_and_bounds_are_those_of_trying_everything(has_highs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_highs:
+        monkeypatch.setattr(milp, "_highspy", lambda: None)
     rng = random.Random(0)
-    for _ in range(40):
+    for _ in range(40 if has_highs else 4):
         model = Model()
         for _ in range(6):
             model.column(float(rng.randint(0, 5)), integer=True)
