@@ -126,7 +126,7 @@ class Device:
 
             def height(schedule: Schedule, stage: Stage = stage, others: int = others) -> int:
                 found = simulate(stage.graph, stage.costs, schedule)
-                return found.peak_bytes + others * _saved(stage, schedule, found)
+                return found.peak_bytes + others * _held_at(stage.wait, schedule, found)
 
             lowest = lowest_schedule(Problem(graph=stage.graph, costs=stage.costs, budget_bytes=0))
             best.append(min((*segmentations(stage.graph), lowest), key=height))
@@ -148,21 +148,20 @@ class Device:
 
     def hold(self, schedules: Sequence[Schedule]) -> _Held:
         """Simulate schedules for all chunks, with the other micro-batches in flight."""
-        schedules = [stage.as_run(schedule) for stage, schedule in zip(self.chunks, schedules, strict=True)]
-        chunks = list(zip(self.chunks, schedules, strict=True))
-        plain = [simulate(stage.graph, stage.costs, schedule) for stage, schedule in chunks]
-        saved = [_saved(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
-        halves = [_half_done(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
+        chunks = [(stage, stage.as_run(schedule)) for stage, schedule in zip(self.chunks, schedules, strict=True)]
+        alone = [(*chunk, simulate(chunk[0].graph, chunk[0].costs, chunk[1])) for chunk in chunks]
+        saved = tuple(_held_at(stage.wait, schedule, found) for stage, schedule, found in alone)
+        halves = tuple(_held_at(stage.half_done, schedule, found) for stage, schedule, found in alone)
         peak_bytes = max(
             stage.problem(0, self.beside(chunk, saved, halves)).evaluate(schedule).peak_bytes
             for chunk, (stage, schedule) in enumerate(chunks)
         )
         return _Held(
-            tuple(schedules),
-            tuple(saved),
-            tuple(halves),
+            tuple(schedule for _, schedule in chunks),
+            saved,
+            halves,
             max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes, self.end_bytes),
-            tuple(found.recompute_seconds for found in plain),
+            tuple(found.recompute_seconds for *_, found in alone),
         )
 
     def no_plan_fits(self, budget_bytes: int, where: str, **facts: Any) -> NoPlanFitsError:
@@ -229,14 +228,9 @@ class Device:
         )
 
 
-def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
-    """Return what is held while a micro-batch waits for its backward."""
-    return found.timeline_bytes[schedule.order.index(stage.wait)]
-
-
-def _half_done(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
-    """Return what is held while the gradients of a micro-batch's weights are still to come."""
-    return 0 if stage.half_done is None else found.timeline_bytes[schedule.order.index(stage.half_done)]
+def _held_at(pause: int | None, schedule: Schedule, found: Evaluation) -> int:
+    """Return what a micro-batch holds during an operation in which nothing runs; nothing if there is none."""
+    return 0 if pause is None else found.timeline_bytes[schedule.order.index(pause)]
 
 
 class _SplitSearch:

@@ -150,12 +150,7 @@ def whole_stage(
     if rest is not None:
         made.operations += graph.operations[turn + 1 : rest]
         made.costs += costs[turn + 1 : rest]
-        for index in let_go:
-            made.values[index] = replace(made.values[index], retained=False)
-        made.operations = [  # nobody else gives them back
-            operation if set(let_go).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
-            for operation in made.operations
-        ]
+        made.hold_until_sent(let_go)
         made.hand_over("gradients of inputs sent", Phase.BACKWARD, sends=(*let_go, *backward))
         backward = made.others(Phase.BACKWARD)
         half_done, beside = len(made.operations), (*beside, *backward)
@@ -274,6 +269,15 @@ class _Builder:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self.costs: list[OperationCost] = []
+
+    def hold_until_sent(self, values: Collection[int]) -> None:
+        """Keep values from when they are made to when they are let go, and no longer: nobody else gives them back."""
+        for index in values:
+            self.values[index] = replace(self.values[index], retained=False)
+        self.operations = [
+            operation if set(values).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
+            for operation in self.operations
+        ]
 
     def new(self, value: Value) -> int:
         self.values.append(value)

@@ -145,21 +145,15 @@ class _Tabulation:
 
     def _together(self, stages: Sequence[Stage]) -> Layer:
         """Tabulate as one layer what stands before or after the row: all is kept, and the largest is at work."""
-        if not stages:
-            return Layer()
         layers = [self._layer(stage) for stage in stages]
-        choices = [layer.choices[0] for layer in layers]
-        kept = replace(
-            choices[0],
-            saved_bytes=sum(choice.saved_bytes for choice in choices),
-            working_bytes=max(choice.working_bytes for choice in choices),
-        )
-        return replace(
-            layers[0],
+        kept = [layer.choices[0] for layer in layers]
+        saved_bytes = sum(choice.saved_bytes for choice in kept)
+        working_bytes = max((choice.working_bytes for choice in kept), default=0)
+        return Layer(
             forward=tuple(work for layer in layers for work in layer.forward),
             backward=tuple(work for layer in layers for work in layer.backward),
-            choices=(kept,),
-            boundary_bytes=layers[-1].boundary_bytes,
+            choices=(Choice(name=KEEP, saved_bytes=saved_bytes, working_bytes=working_bytes),),
+            boundary_bytes=layers[-1].boundary_bytes if layers else 0,
             **self._weights_of(self._storages(stages)),
         )
 

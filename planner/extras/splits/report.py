@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from textwrap import indent
 
 from rich.console import Console, RenderableType
@@ -23,22 +22,18 @@ def render(answer: Answer, console: Console) -> None:
         f"{best.tokens_per_second_per_gpu:,.0f} {_unit(answer)}/s for each, {best.tokens_per_second:,.0f} in all · "
         f"peak {format_bytes(best.peak_bytes)} of {format_bytes(answer.question.memory_bytes)}"
     )
-    print_report(console, line, *_parts(answer), style="bold green")
+    given = [
+        Text(f"{engine} is given, for {answer.of_engine[engine].split}:\n{indent(text.strip(), '  ')}")
+        for engine, text in answer.arguments.items()
+    ]
+    lost = _lost(answer) if answer.lost else None
+    parts = (_best(answer), _where_time_goes(answer), *given, lost, Text(_explained(answer)))
+    print_report(console, line, *parts, style="bold green")
 
 
 def _unit(answer: Answer) -> str:
     """Say what is counted: where samples are no sequences, they are."""
     return "samples" if answer.best[0].tokens == answer.question.global_batch else "tokens"
-
-
-def _parts(answer: Answer) -> Iterator[RenderableType]:
-    yield _best(answer)
-    yield _where_time_goes(answer)
-    for engine, text in answer.arguments.items():
-        yield Text(f"{engine} is given, for {answer.of_engine[engine].split}:\n{indent(text.strip(), '  ')}")
-    if answer.lost:
-        yield _lost(answer)
-    yield Text(_explained(answer))
 
 
 def _best(answer: Answer) -> RenderableType:
@@ -104,12 +99,10 @@ def _slower(one: Lost) -> str:
 
 def _explained(answer: Answer) -> str:
     links = answer.question.links
-    said = [
+    said = (
         f"Predicted by the roofline of {answer.question.device.name}, never run. Links: "
         f"{links.node_bytes_per_second / 1e9:g} GB/s in a node of {links.node_devices}, "
         f"{links.network_bytes_per_second / 1e9:g} GB/s of each device to other nodes ({links.source}), of which "
-        f"collectives reach {EFFICIENCY:.0%}.",
-        f"All splits were estimated, in {format_seconds(answer.seconds)}.",
-        *(f"Assumed: {one}." for one in answer.assumed),
-    ]
-    return " ".join(said)
+        f"collectives reach {EFFICIENCY:.0%}. All splits were estimated, in {format_seconds(answer.seconds)}."
+    )
+    return " ".join([said, *(f"Assumed: {one}." for one in answer.assumed)])

@@ -13,6 +13,7 @@ from planner.extras.splits.estimate import Estimator
 from planner.extras.splits.stages import can_cut
 from planner.extras.splits.table import ModelTable, divisors
 from planner.extras.splits.types import (
+    PARTS,
     REPLICATED,
     SHARDINGS,
     Answer,
@@ -120,19 +121,6 @@ def search(table: ModelTable, question: Question, progress: Progress | None = No
     )
 
 
-_WORDS = {
-    "compute": "arithmetic on small pieces or an uneven cut",
-    "recompute": "recompute",
-    "bubble": "the pipeline's bubble",
-    "tensor": "sums between devices that share layers",
-    "context": "waiting for keys and values",
-    "expert": "sending tokens to experts",
-    "data": "waiting for other replicas",
-    "pipeline": "sending between stages",
-    "optimizer": "the optimizer's step",
-}
-
-
 def _lost(found: Sequence[Estimate], winner: Estimate, question: Question) -> Lost:
     """Say of a shape that is not among the best why it is not: of its best split, or of its smallest."""
     best = min((one for one in found if one.fits), key=lambda one: one.key, default=None)
@@ -152,5 +140,5 @@ def _slower(one: Estimate, winner: Estimate) -> str:
     """Name what costs most more than it costs the winner, as a share of the winner's step."""
     more = {name: (one.seconds[name] - seconds) / winner.step_seconds for name, seconds in winner.seconds.items()}
     dearest = sorted(more, key=lambda name: -more[name])[:2]
-    told = [f"{_WORDS[name]} +{more[name]:.1%}" for name in dearest if more[name] >= 0.001]
+    told = [f"{PARTS[name]} +{more[name]:.1%}" for name in dearest if more[name] >= 0.001]
     return ", ".join(told) or "as fast, but with more memory or later in order"

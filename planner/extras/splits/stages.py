@@ -231,7 +231,7 @@ def ways_of(stage: Stage, layers: Sequence[Layer], reruns: Sequence[Sequence[flo
         for number in set(row)
     }
     sums = np.zeros((len(row) + 1, len(names), 4))
-    np.cumsum([figures[number] for number in row], axis=0, out=sums[1:])
+    np.cumsum(np.array([figures[number] for number in row]), axis=0, out=sums[1:])
     first, others, count = mixes = _mixes(len(row), len(names))
     saved, seconds, summed, _ = (sums[count, first] + sums[-1, others] - sums[count, others]).T
     most = np.max(list(figures.values()), axis=0)[:, 3]

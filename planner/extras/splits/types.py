@@ -216,10 +216,18 @@ class Split:
         return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
 
 
-PARTS = (
-    "compute", "recompute", "bubble", "tensor", "context", "expert", "data", "pipeline", "optimizer",
-)  # fmt: skip
-"""What a step's time is made of: arithmetic, then what each way of splitting adds to it."""
+PARTS = {
+    "compute": "arithmetic on small pieces or an uneven cut",
+    "recompute": "recompute",
+    "bubble": "the pipeline's bubble",
+    "tensor": "sums between devices that share layers",
+    "context": "waiting for keys and values",
+    "expert": "sending tokens to experts",
+    "data": "waiting for other replicas",
+    "pipeline": "sending between stages",
+    "optimizer": "the optimizer's step",
+}
+"""What a step's time is made of, arithmetic and what each way of splitting adds to it; and why it can be more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
