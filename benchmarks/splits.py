@@ -21,15 +21,16 @@ from benchmarks import common
 from benchmarks.common import Result, percent
 from benchmarks.split_models import LLAMA_8B, LLAMA_70B, LLAMA_405B, LanguageModel, Sizes
 from cost_models.devices import DeviceSpec
+from cost_models.roofline import share_of_products
 from planner import zoo
 from planner.capture import fake_mode
 from planner.capture.inputs import Inputs
 from planner.common.options import Target, Training
-from planner.extras.splits.best import PROBED_LAYERS, deeper
+from planner.extras.splits.best import PROBED_LAYERS
 from planner.extras.splits.captured_table import split_table
 from planner.extras.splits.estimate import Estimator
 from planner.extras.splits.search import search
-from planner.extras.splits.table import FULL, ModelTable
+from planner.extras.splits.table import FULL, Layer, ModelTable, Work
 from planner.extras.splits.types import (
     FSDP2,
     REPLICATED,
@@ -37,7 +38,6 @@ from planner.extras.splits.types import (
     NoSplitFitsError,
     Question,
     Split,
-    described,
     links_of,
 )
 from planner.session.step import Options
@@ -174,7 +174,7 @@ def table_of(sizes: Sizes, length: int, device: DeviceSpec) -> ModelTable:
         training=Training("adamw", master_weights=True),
         name="model",
     )
-    return deeper(split_table(model, Inputs.of(tokens), None, options, tokens=length), sizes.layers)
+    return split_table(model, Inputs.of(tokens), None, options, tokens=length).deeper(sizes.layers)
 
 
 def question_of(run: Run) -> Question:
@@ -187,24 +187,41 @@ def question_of(run: Run) -> Question:
         device=run.device,
         links=links_of(run.device, node_devices=min(8, gpus)),
         memory_bytes=run.device.memory_bytes - run.device.library_bytes,
-        attention_efficiency=FLASH_2_ON_HOPPER if run.device is H100_96 else None,
+    )
+
+
+def as_then(work: Work) -> Work:
+    """Return an operation with as much more arithmetic as the kernel of attention that torch had then was slower."""
+    if not work.is_attention:
+        return work
+    today = H100_96.compute_efficiency * share_of_products(work.target, work.dtype, H100_96)
+    return replace(work, flops=int(work.flops * today / FLASH_2_ON_HOPPER))
+
+
+def layer_as_it_was(layer: Layer, run: Run) -> Layer:
+    """Return a layer with the choice that the run had, and with the kernels that it had."""
+    choices = tuple(choice for choice in layer.choices if choice.name == run.kept)
+    if run.device is not H100_96:
+        return replace(layer, choices=choices)
+    return replace(
+        layer,
+        forward=tuple(map(as_then, layer.forward)),
+        backward=tuple(map(as_then, layer.backward)),
+        choices=tuple(replace(choice, reruns=tuple(map(as_then, choice.reruns))) for choice in choices),
     )
 
 
 def estimated(run: Run, *, overlap: bool = True) -> Estimate:
     """Estimate a run as it was: every layer with the choice that it had."""
     table = table_of(run.sizes, run.length, run.device)
-    kinds = tuple(
-        replace(kind, choices=tuple(choice for choice in kind.choices if choice.name == run.kept))
-        for kind in table.kinds
-    )
+    kinds = tuple(layer_as_it_was(kind, run) for kind in table.kinds)
     question = replace(question_of(run), overlap=overlap)
     return Estimator(replace(table, kinds=kinds), question).estimate(run.split)
 
 
 def reached(run: Run, estimate: Estimate) -> float:
     """Return an estimate in the unit of what was published; Megatron's counts the arithmetic of recompute too."""
-    each = estimate.tokens_per_second / estimate.gpus
+    each = estimate.tokens_per_second_per_gpu
     if run.unit == "tokens/s":
         return each
     sizes, length = run.sizes, run.length
@@ -216,7 +233,7 @@ def reached(run: Run, estimate: Estimate) -> float:
 
 def utilization(run: Run, estimate: Estimate) -> float:
     """Return the share of the device's peak that the model's own arithmetic has, recompute left out."""
-    each = estimate.tokens_per_second / estimate.gpus
+    each = estimate.tokens_per_second_per_gpu
     return each * run.sizes.flops_per_token(run.length) / run.device.peak_flops_per_second("bfloat16")
 
 
@@ -256,7 +273,7 @@ def published(runs: Sequence[Run]) -> list[Result]:
             {
                 "source": run.source,
                 "run": run.label,
-                "split": described(run.split),
+                "split": str(run.split),
                 "kept": run.kept,
                 "unit": run.unit,
                 "published": run.published,
@@ -319,15 +336,14 @@ def searches() -> list[Result]:
                 continue
             search_seconds = time.process_time() - began
             best = answer.best[0]
-            common.progress(f"{name} on {gpus}: {described(best.split)}, {search_seconds:.1f} s")
+            common.progress(f"{name} on {gpus}: {best.split}, {search_seconds:.1f} s")
             found.append(
                 {
                     **row,
-                    "best": described(best.split),
+                    "best": str(best.split),
                     "tokens_per_second_per_gpu": best.tokens_per_second / gpus,
                     "peak_bytes": best.peak_bytes,
                     "considered": answer.considered,
-                    "estimated": answer.estimated,
                     "capture_seconds": capture_seconds,
                     "search_seconds": search_seconds,
                 }
@@ -342,7 +358,7 @@ def _zoo_table() -> ModelTable:
         training=Training("adamw", master_weights=True),
     )
     inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
-    return deeper(split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=2048), 32)
+    return split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=2048).deeper(32)
 
 
 def _table_70b() -> ModelTable:
@@ -374,16 +390,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def markdown(result: Result) -> str:
     """Write the page."""
     found = common.table(
-        ["model", "GPUs", "samples", "best split", "tokens/s/GPU", "peak GiB", "estimated of", "capture s", "search s"],
+        ["model", "GPUs", "samples", "best split", "tokens/s/GPU", "peak GiB", "splits", "capture s", "search s"],
         [
             [
                 row["model"],
                 row["gpus"],
                 row["global_batch"],
                 row["best"],
-                f"{row['tokens_per_second_per_gpu']:,.0f}" if "estimated" in row else "-",
+                f"{row['tokens_per_second_per_gpu']:,.0f}" if "considered" in row else "-",
                 f"{row['peak_bytes'] / 2**30:.1f}",
-                f"{row['estimated']} of {row['considered']}" if "estimated" in row else "-",
+                row.get("considered", "-"),
                 f"{row['capture_seconds']:.1f}",
                 f"{row['search_seconds']:.1f}",
             ]

@@ -17,7 +17,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.comparison import Evaluated, evaluate
-from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
+from planner.plans.plan import NoPlanFitsError, Plan, header
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
@@ -53,9 +53,7 @@ class Audit:
         """Return the audit as JSON has it."""
         now = self.now
         report: dict[str, Any] = {
-            "schema": SCHEMA,
-            **attributes(now, "model", "torch", "device", "cost_model"),
-            "baseline": {"peak_bytes": now.baseline_peak_bytes, "step_seconds": now.baseline_step_seconds},
+            **header(now),
             "current": {"name": self.current, **_way(now), "fits": self.fits},
             "same_peak": _best(self.best),
             "budget": None,

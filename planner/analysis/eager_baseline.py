@@ -16,7 +16,7 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.plans.liveness import allocations_of
+from planner.plans.liveness import alive_at
 from planner.plans.plan import EagerStep
 
 SLOWER, LARGER = "slower-than-eager", "larger-than-eager"
@@ -50,9 +50,8 @@ class Costed:
         """Return what the operators of each name have made that is there at the peak without recompute."""
         at = self.problem().baseline.peak_position
         found: Counter[str] = Counter()
-        for made in allocations_of(self.graph, self.costs, Schedule.keep_all(self.graph)):
-            if made.born <= at <= made.died:
-                found[_plain(made.operation)] += made.size_bytes
+        for made in alive_at(self.graph, self.costs, Schedule.keep_all(self.graph), at):
+            found[_plain(made.operation)] += made.size_bytes
         return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -252,7 +251,6 @@ def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
 
 def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
     classes = {cls.__name__ for cls in type(module).__mro__}
-    parameters = list(module.parameters())
     config = getattr(module, "config", None)
     # Parts of a model often share its configuration: the outermost one answers for it.
     fills_cache = module.training and id(config) not in configured and getattr(config, "use_cache", False) is True
@@ -260,8 +258,6 @@ def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
     return ModuleFacts(
         path=path,
         kind=type(module).__name__,
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        trainable=any(p.requires_grad for p in parameters),
         updates_statistics=updates_statistics(module),
         full_backward_hooks=has_full_backward_hooks(module),
         checkpointing_on=bool(classes & _CHECKPOINTING)
@@ -275,14 +271,6 @@ def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
 def updates_statistics(module: nn.Module) -> bool:
     """Whether each call of a module changes its running statistics."""
     return isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None
-
-
-def tied_parameters(model: nn.Module) -> dict[int, str]:
-    """Give, by identity, the parameters that have two names or more, with these."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return {parameter: " = ".join(of_it) for parameter, of_it in names.items() if len(of_it) > 1}
 
 
 def outside_bytes(graph: TrainingGraph) -> int:

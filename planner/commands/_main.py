@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -37,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     debug = False
     try:
-        typed = sys.argv[1:] if arguments is None else arguments
-        args = make_parser().parse_args(typed)
-        args.typed = shlex.join([*shlex.split(program()), *typed])
+        args = make_parser().parse_args(arguments)
         debug = args.debug
         if getattr(args, "no_cache", False):
             from planner.common import cache_folder

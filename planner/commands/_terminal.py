@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,9 +91,6 @@ INTERRUPTED = 130
 _GRACE_SECONDS = 0.5
 """What Python has to end by itself."""
 
-_keeps_results = threading.Event()
-"""Set while a first Ctrl-C is to leave time to show what was done by then."""
-
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
@@ -147,9 +143,7 @@ class _Watch:
             if not number:
                 return
             self._arrived.set()
-            if _keeps_results.is_set():
-                print("stopping after this step; Ctrl-C again ends at once", file=sys.stderr)
-            reader.settimeout(None if _keeps_results.is_set() else _GRACE_SECONDS)
+            reader.settimeout(_GRACE_SECONDS)
             try:
                 if not reader.recv(1):
                     return
@@ -159,34 +153,3 @@ class _Watch:
                 print("error: interrupted", file=sys.stderr)
             sys.stderr.flush()
             os._exit(INTERRUPTED)
-
-
-class Interrupts:
-    """Remembers that Ctrl-C was pressed while this is entered, so that what was done by then can be shown.
-
-    An exception that arrives while a library written in C converts its arguments is lost there, or becomes another.
-    """
-
-    def __init__(self) -> None:
-        self.arrived = False
-
-    def __enter__(self) -> Interrupts:
-        self._before = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
-            _keeps_results.set()
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            _keeps_results.clear()
-
-    def check(self) -> None:
-        """Raise what was lost."""
-        if self.arrived:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.arrived = True
-        signal.default_int_handler(number, frame)

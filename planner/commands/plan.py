@@ -9,11 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
-from planner.commands._options import AboutModel, budget_options, planning_options, rare
+from planner.commands._options import AboutModel, budget_options, planning_options
 from planner.commands._terminal import hand_out, show
 from planner.common import timings
 from planner.common.limits import Progress
-from planner.common.options import OFF, Budget, Offload, Runtime, Search, Target, Training, picked
+from planner.common.options import OFF, Budget, Offload, Runtime, Search, Target, Training
+from planner.common.program import program
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
@@ -35,18 +36,11 @@ class _Plan(AboutModel):
         results = planning_options(parser)
         results.add_argument("--save", metavar="PLAN", help="write the plan, for auto_wrap and verify")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
-        rare(
-            results.add_argument(
-                "--memory-viz", metavar="FILE.pickle", help="write predicted allocations for pytorch.org/memory_viz"
-            )
-        )
         results.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
 
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
-        _asked.check_writable(args.save, args.html, args.memory_viz)
-        if not _names_a_budget(args):
-            return _report_budgets(args)
+        _asked.check_writable(args.save, args.html)
         return _report_plan(args, write=partial(_write, args))
 
 
@@ -67,13 +61,10 @@ class _Verify(AboutModel):
 
 def _write(args: argparse.Namespace, plan: Plan) -> None:
     from planner.common.atomic import write_text
-    from planner.plans import memory_viz
     from planner.report.page import to_html
 
     if args.save:
         plan.save(args.save)
-    if args.memory_viz:
-        memory_viz.save(plan, args.memory_viz)
     if args.html:
         write_text(args.html, to_html(plan))
 
@@ -89,32 +80,12 @@ def _check(args: argparse.Namespace) -> None:
     if args.strategy is not None:
         if plan_file:
             raise UsageError("--plan says what is done: leave --strategy out")
-    elif not (_names_a_budget(args) or plan_file) and args.verify:
+    elif not (args.budget or args.activation_budget or plan_file):
+        named = ", --plan FILE" if hasattr(args, "plan") else ""
         raise UsageError(
-            "say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME, --plan FILE"
+            f"say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME{named}; "
+            f"'{program()} what-if {args.model or args.name}' shows what each budget costs"
         )
-
-
-def _names_a_budget(args: argparse.Namespace) -> bool:
-    """Whether it is said what the plan is to keep."""
-    return bool(args.budget or args.activation_budget or args.strategy)
-
-
-def _report_budgets(args: argparse.Namespace) -> int:
-    """Show budgets to choose from, where none was named; that is no plan, so it ends as wrong usage does."""
-    import planner
-    from planner.analysis.trade_off.curve import suggest
-    from planner.report.comparisons import render_suggestions
-
-    with _asked.working(args) as (progress, loaded):
-        asked = _asked.keywords(args, Search, Target, Training)
-        if args.runtime == "modules":
-            asked["runtime"] = args.runtime
-        study = _asked.ask_or_build(planner.study, args, loaded, progress, **asked)
-        progress("solving for several budgets")
-        found = suggest(study, picked(Search, vars(args)))
-    hand_out(found.report(), args.json, partial(render_suggestions, found, args.typed))
-    raise UsageError("no plan was made: name one of these budgets, or another, with --budget SIZE")
 
 
 def _report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None = None) -> int:

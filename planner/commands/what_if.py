@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
 from planner.commands import _asked
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
-from planner.commands._terminal import INTERRUPTED, Interrupts, hand_out, quiet, reporting
+from planner.commands._terminal import hand_out, quiet, reporting
 from planner.common.options import Offload, Runtime, Search, Target, Training, picked
-from planner.errors import PlannerError, UsageError
+from planner.errors import UsageError
 
 if TYPE_CHECKING:
     from planner.analysis.study import Study
-    from planner.analysis.trade_off.answers import Answers, MethodSweep
-    from planner.analysis.trade_off.axes import DeviceSearch, SizeSearch
-    from planner.analysis.trade_off.curve import CurveSweep
-    from planner.capture.inputs import Inputs
-    from planner.capture.torch_internals import FakeTensorMode
-    from planner.exporters._export import Export
+    from planner.analysis.trade_off.answers import Answers
     from planner.ir.schedule import Schedule
-    from planner.plans.plan import Plan
     from planner.report.progress import Shown
     from planner.session.sizes import StudiesBySize
     from planner.zoo import ZooModel
@@ -37,15 +27,12 @@ _DEFAULT_SECONDS = 25.0
 
 _SIZES = ("batch_size", "seq_len")
 
-_EXPORTS = ("fsdp", "huggingface", "megatron", "jax")
-"""Frameworks that the page of each plan is put into the words of."""
-
 
 class _WhatIf(AboutModel):
     name = "what-if"
     summary = "overhead over budget, and other batch sizes, devices and solvers"
     examples = (
-        "what-if gpt2 --budget 12GiB --plot curve.png",
+        "what-if gpt2 --budget 12GiB --html curve.html",
         "what-if gpt2 --budget 20GiB --batch-sizes 1..64",
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
         "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
@@ -78,19 +65,13 @@ class _WhatIf(AboutModel):
         planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
         add(planning, Offload)
-        group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
         group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
-        group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
 
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
         with quiet(args.debug), reporting(args.debug) as progress:
-            asking = _Asking(args, progress)
-            interrupted = asking.run()
-        _hand_out(asking.answers(interrupted=interrupted), args, asking.exports)
-        if interrupted:
-            print("interrupted: what was done by then is kept", file=sys.stderr)
-            return INTERRUPTED
+            answers = _Asking(args, progress).answers()
+        _hand_out(answers, args)
         return 0
 
 
@@ -100,7 +81,6 @@ def _check(args: argparse.Namespace) -> None:
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import answers as methods
     from planner.analysis.trade_off import ranges
-    from planner.report import curve_chart
 
     _asked.check_model(args)
     picked(Training, vars(args))
@@ -117,143 +97,77 @@ def _check(args: argparse.Namespace) -> None:
     if sizes and not args.budget:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
     zoo.check_sizes(args.model or args.name, sizes)
-    _asked.check_writable(args.json, args.csv, args.html)
-    if args.plot:
-        curve_chart.check_picture(args.plot)
+    _asked.check_writable(args.json, args.html)
 
 
 class _Asking:
     """All that is asked about a model, one after the other."""
 
     def __init__(self, args: argparse.Namespace, shown: Shown) -> None:
+        from planner.capture import fake_mode
+
         self.args = args
         self.shown = shown
         self.search = replace(picked(Search, vars(args)), progress=shown)
         self.offload = picked(Offload, vars(args))
         self.samples = 1
-        self.sweep: CurveSweep | None = None
-        self.sizes: dict[str, SizeSearch] = {}
-        self.devices: DeviceSearch | None = None
-        self.methods: MethodSweep | None = None
-        self.plans: tuple[Plan, ...] = ()
-        self.exports: dict[int, list[Export]] = {}
-        """Of the plan of each budget, in bytes."""
-        self._mode: FakeTensorMode | None = None
+        self._mode = fake_mode()
         self._studies: StudiesBySize | None = None
         """Of the model that was built for a size."""
 
-    def run(self) -> bool:
-        """Ask, and say whether that was interrupted; before anything is done that is an error."""
+    def answers(self) -> Answers:
+        """Ask."""
+        from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, methods_beside
+        from planner.analysis.trade_off.axes import SizeSearch, for_one_row, on_devices
         from planner.analysis.trade_off.curve import CurveSweep
 
         args, study = self.args, self.study()
         self.shown("looking for the smallest peak")
         host = study.host_for(self.offload)
-        self.sweep = CurveSweep(
-            study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host
+        sweep = CurveSweep(study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host)
+        sweep.run(self.shown.count)
+        axes: dict[str, Any] = {}
+        for name in _SIZES:
+            if (sizes := getattr(args, f"{name}s")) is not None:
+                assert sweep.asked_bytes is not None, "sizes are asked with a budget"
+                how: dict[str, Any] = {"study_at": partial(self.sized, name), "offload": self.offload}
+                along = SizeSearch.along(name, sizes, sweep.asked_bytes, self.search, samples=self.samples, **how)
+                axes[f"{name}s"] = along.run()
+        solvers = [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]
+        return Answers(
+            curve=replace(sweep.curve(), **axes),
+            devices=on_devices(args.devices, self.study_on, for_one_row(self.search), self.offload),
+            methods=methods_beside(sweep, solvers, self.partitioned, self.shown.count),
+            plans=tuple(sweep.plans()) if args.html else (),
         )
 
-        def count(done: int, total: int) -> None:
-            interrupts.check()
-            self.shown.count(done, total)
-
-        with Interrupts() as interrupts:
-            try:
-                self.sweep.run(count)
-                for start in chain(self.further(), self.exporting()):
-                    start()
-                    interrupts.check()
-            except KeyboardInterrupt:
-                return True
-            except Exception:
-                if not interrupts.arrived:
-                    raise
-                return True
-        return False
-
-    def further(self) -> Iterator[Callable[[], None]]:
-        """Return the searches along the other axes."""
-        from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, MethodSweep
-        from planner.analysis.trade_off.axes import DeviceSearch, SizeSearch, for_one_row
-
-        args, sweep = self.args, self.sweep
-        assert sweep is not None
-        for name in _SIZES:
-            sizes, budget_bytes = getattr(args, f"{name}s"), sweep.asked_bytes
-            if sizes is None:
-                continue
-            assert budget_bytes is not None, "sizes are asked with a budget"
-            how: dict[str, Any] = {"study_at": partial(self.sized, name), "offload": self.offload}
-            search = SizeSearch.along(name, sizes, budget_bytes, self.search, samples=self.samples, **how)
-            self.sizes[name] = search
-            yield search.run
-        if args.devices:
-            self.devices = DeviceSearch(args.devices, self.study, for_one_row(self.search), self.offload)
-            yield self.devices.run
-        if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
-            self.methods = MethodSweep(solvers, sweep, self.partitioned)
-            yield partial(self.methods.run, self.shown.count)
-
-    def exporting(self) -> Iterator[Callable[[], None]]:
-        """Return what puts the plans of the page into the words of other frameworks, the one shown first to begin.
-
-        That takes as long as the curve at most; a plan that a framework cannot be told is left out.
-        """
-        from planner import exporters
-
-        if not self.args.html:
-            return
-        assert self.sweep is not None
-        self.plans, curve, began = tuple(self.sweep.plans()), self.sweep.curve(), time.perf_counter()
-        studies = {self.args.runtime: self.sweep.study}
-        for runtime in {exporters.runtime_for(to) for to in _EXPORTS} - set(studies):
-            with suppress(PlannerError):  # a model that only one runtime can plan
-                self.shown("capturing the step for exports")
-                studies[runtime] = self.study(runtime=runtime)
-        best = curve.asked or curve.knee
-
-        def export(plan: Plan) -> None:
-            self.exports[plan.budget_bytes] = made = []
-            for to in _EXPORTS:
-                with suppress(PlannerError):
-                    made.append(exporters.export(plan, to=to, study=studies.get(exporters.runtime_for(to))))
-
-        for plan in sorted(self.plans, key=lambda plan: best is None or plan.budget_bytes != best.budget_bytes):
-            if self.search.deterministic or time.perf_counter() - began < self.search.time_limit_seconds:
-                yield partial(export, plan)
-
-    def study(self, device: str | None = None, runtime: str | None = None) -> Study:
-        """Capture the step, for another device or runtime if one is named."""
+    def study_on(self, device: str) -> Study:
+        """Capture the step for another device."""
         import planner
 
-        args = _with(self.args, device=device) if device else self.args
-        if device is None and runtime is None:
-            return self.first()
+        args = _with(self.args, device=device)
         asked = _asked.keywords(args, Search, Target, Training)
-        return _asked.ask(planner.study, _asked.load(args, real=False), runtime=runtime or args.runtime, **asked)
+        return _asked.ask(planner.study, _asked.load(args, real=False), runtime=args.runtime, **asked)
 
-    def first(self) -> Study:
+    def study(self) -> Study:
         """Capture the step that the curve is of; all sizes are captured with it that change nothing but its inputs."""
         loaded = self.built(self.args)
         asked = {name: getattr(self.args, f"{name}s") for name in _SIZES}
         others = [self.built(_with(self.args, **{name: sizes.values[-1]})) for name, sizes in asked.items() if sizes]
         self.shown("capturing forward and backward")
-        first = _inputs_of(loaded).tensors()[0]
+        first = _asked.inputs_of(loaded).tensors()[0]
         self.samples = first.shape[0] if first.dim() else 1
         studies = self._studies_of(loaded)
-        studies.expect(_inputs_of(other) for other in others if studies.are_of(other.model))
-        return studies.at(_inputs_of(loaded), loaded.loss_fn, beside_eager=True)
+        studies.expect(_asked.inputs_of(other) for other in others if studies.are_of(other.model))
+        return studies.at(_asked.inputs_of(loaded), loaded.loss_fn, beside_eager=True)
 
     def sized(self, option: str, size: int) -> Study:
         """Return the step at another size."""
         loaded = self.built(_with(self.args, **{option: size}))
-        return self._studies_of(loaded).at(_inputs_of(loaded), loaded.loss_fn)
+        return self._studies_of(loaded).at(_asked.inputs_of(loaded), loaded.loss_fn)
 
     def built(self, args: argparse.Namespace) -> ZooModel:
         """Build the model of some sizes, in the same mode as all others."""
-        from planner.capture import fake_mode
-
-        self._mode = self._mode or fake_mode()
         return _asked.load(args, real=False, mode=self._mode)
 
     def _studies_of(self, loaded: ZooModel) -> StudiesBySize:
@@ -267,53 +181,26 @@ class _Asking:
         return self._studies
 
     def partitioned(self) -> Iterator[Schedule]:
-        from planner.capture.inputs import Inputs
         from planner.session.step import Options
         from planner.session.studying import partitioner_schedules
 
         loaded = _asked.load(self.args, real=False)
-        inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
         target, training = Target(self.args.device), picked(Training, vars(self.args))
-        return partitioner_schedules(loaded.model, inputs, Options(target=target, training=training))
-
-    def answers(self, *, interrupted: bool) -> Answers:
-        from planner.analysis.trade_off.answers import Answers
-
-        assert self.sweep is not None
-        axes = {option: search.axis_so_far for option, search in self.sizes.items()}
-        return Answers(
-            curve=replace(self.sweep.curve(), batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len")),
-            devices=self.devices.rows if self.devices else (),
-            methods=self.methods.methods if self.methods else (),
-            interrupted=interrupted,
-            plans=self.plans or tuple(self.sweep.plans()) if self.args.html else (),
-        )
+        return partitioner_schedules(loaded.model, _asked.inputs_of(loaded), Options(target=target, training=training))
 
 
 def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | other)
 
 
-def _inputs_of(loaded: ZooModel) -> Inputs:
-    from planner.capture.inputs import Inputs
-
-    return Inputs.of(loaded.example_args, loaded.example_kwargs)
-
-
-def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:
-    from planner.analysis.trade_off.answers import csv_text
+def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     from planner.common.atomic import write_text
-    from planner.report import curve_chart
     from planner.report.what_if import render as render_what_if
 
-    if args.csv:
-        write_text(args.csv, csv_text(answers.curve))
     if args.html:
         from planner.report.page.what_if import what_if_page
 
-        write_text(args.html, what_if_page(answers, exports))
-    if args.plot:
-        curve_chart.write_picture(args.plot, answers.curve, answers.methods)
+        write_text(args.html, what_if_page(answers))
     hand_out(answers.report(), args.json, partial(render_what_if, answers))
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,14 +23,6 @@ VARIABLE = "CHECKPOINT_PLANNER_CACHE"
 _ABANDONED_SECONDS = 3600.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What is kept of a kind."""
-
-    files: int
-    size_bytes: int
 
 
 def folder(kind: str) -> Path | None:
@@ -79,20 +70,6 @@ def keep(kind: str, key: str, text: str, limit_bytes: int) -> None:
             path.unlink()  # nothing elsewhere is ours to write
         atomic.write_text(path, text)
         _make_room(kind, limit_bytes)
-
-
-def contents(kind: str) -> Contents:
-    """Say how many files of a kind are kept, and how large they are together."""
-    sizes = [status.st_size for _, status in _files(kind)]
-    return Contents(files=len(sizes), size_bytes=sum(sizes))
-
-
-def clear(kind: str) -> Contents:
-    """Remove all files of a kind, and say what was removed; other files in the folder are left alone."""
-    before = contents(kind)
-    for path, _ in _files(kind):
-        _remove(path)
-    return before
 
 
 def _usual_folder() -> Path:

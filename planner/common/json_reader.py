@@ -7,7 +7,6 @@ A field that takes no part in comparisons is in no file. The ``metadata`` of the
 ``older`` : older files lack it, and mean its default
 ``left_out`` : it is left out where it is None, empty or 0
 ``columns`` : its rows stand column by column, since names of columns would be most of the file
-``renamed`` : texts of older files, by what they are called now
 """
 
 from __future__ import annotations
@@ -310,8 +309,6 @@ def _field_reader(field: Field[Any], kind: Any) -> Read:
         return _columns_of(get_args(kind)[0])
     if "signed" in field.metadata:
         return _SIMPLE[kind, "signed"]
-    if renamed := field.metadata.get("renamed"):
-        return lambda value, where: renamed.get(text := _text(value, where), text)
     if "left_out" in field.metadata and NoneType in get_args(kind):  # None is left out, not written
         kind = get_args(kind)[0]
     return _reader(kind)

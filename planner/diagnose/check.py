@@ -65,7 +65,7 @@ def check(
     >>> import torch, planner
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     >>> [finding.rule for finding in planner.check(model, torch.randn(4, 8), loss_fn=torch.sum).findings]
-    ['loss-outside', 'batch-norm']
+    ['batch-norm']
     """
     options = Options.of(locals(), search=Search(progress=progress))
     check_module(model)

@@ -23,7 +23,7 @@ from planner.capture import fake_mode
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
-from planner.capture.model_facts import tied_parameters, updates_statistics
+from planner.capture.model_facts import updates_statistics
 from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in
@@ -38,17 +38,15 @@ _CHOOSING = (aten.topk, aten.sort, aten.argmax)
 def observe(model: nn.Module, inputs: Inputs) -> Subject:
     """Run the forward of a model without data, and give what rules may look at of it; the model is left as it was."""
     calls: list[_Call] = []
-    cast: list[str] = []
     returned_cache, unseen = None, ""
     try:
-        with _left_alone(model, inputs), _Watcher(model, calls, cast).watching(), torch.enable_grad():
+        with _left_alone(model, inputs), _Watcher(model, calls).watching(), torch.enable_grad():
             output = call_implementation(model)(*inputs.args, **inputs.kwargs)
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
         unseen = f"{in_one_line(error)}{raised_at(error)}"
     return Subject(
         calls=tuple(call.told() for call in calls),
-        cast_while_tied=tuple(dict.fromkeys(cast)),
         returned_cache=returned_cache,
         unseen=unseen,
     )
@@ -75,16 +73,14 @@ class _Call:
 class _Watcher(StorageRecorder):
     """Sees modules come and go, calls of checkpoint, and every operation."""
 
-    def __init__(self, model: nn.Module, calls: list[_Call], cast: list[str]) -> None:
+    def __init__(self, model: nn.Module, calls: list[_Call]) -> None:
         super().__init__(names={module: path or type(model).__name__ for path, module in model.named_modules()})
-        self.tied = tied_parameters(model)
         statistics = {path for path, module in model.named_modules() if updates_statistics(module)}
         state = [*model.named_parameters(), *model.named_buffers()]
         # Running statistics are told by their module: its kernel does not say that it writes into them.
         self.state = {storage_id(t): name for name, t in state if name.rpartition(".")[0] not in statistics}
         self.open: list[_Call] = []
         self.calls = calls
-        self.cast = cast
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -116,8 +112,6 @@ class _Watcher(StorageRecorder):
     def follow(self, function: Any, given: Any, result: Any) -> list[int]:
         made = super().follow(function, given, result)
         args, kwargs = given
-        if function is aten._to_copy.default and id(args[0]) in self.tied and result.dtype != args[0].dtype:
-            self.cast.append(self.tied[id(args[0])])
         if self.open:
             self._note(function, args, kwargs or {}, result)
         return made

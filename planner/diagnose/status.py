@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -37,30 +37,6 @@ _BY_MEASURED = ("measured", "recorded")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Covered:
-    """Input sizes that one plan serves: the same decisions, whether solved for them or taken over."""
-
-    plans: tuple[Plan, ...]
-    """One of each size, by how much its step holds without recompute."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest peak of them."""
-        return max(plan.peak_bytes for plan in self.plans)
-
-    @property
-    def overhead(self) -> float:
-        """The largest of them, over the model's own step."""
-        return max(plan.over_eager(plan.overhead) for plan in self.plans)
-
-    @property
-    def inputs(self) -> str:
-        """The smallest and the largest of the inputs."""
-        ends = dict.fromkeys(str(plan.fingerprint["inputs"]) for plan in (self.plans[0], self.plans[-1]))
-        return " to ".join(ends)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Status:
     """The plan in force, and what the last steps showed of it.
 
@@ -76,8 +52,6 @@ class Status:
     """Their median."""
     peak_bytes: int | None = None
     """Of the step after the last time that the status was asked for."""
-    sizes: tuple[Covered, ...] = ()
-    """The input sizes that ran, each with others that the same plan covers."""
 
     @property
     def overhead(self) -> float | None:
@@ -116,26 +90,7 @@ class Status:
             ("overhead", f"{plan.over_eager(plan.overhead):+.1%}", _or_not_yet(self.overhead, "{:+.1%}".format)),
         ]
         lines = [f"{name:<8}  {promised:>10}  {seen:>10}" for name, promised, seen in rows]
-        if sum(len(one.plans) for one in self.sizes) > 1:
-            lines += ["", *_table(self.sizes)]
         return "\n".join([*lines, *(f"warning: {line}" for line in self.warnings)])
-
-
-def _covered(plans: Iterable[Plan]) -> tuple[Covered, ...]:
-    """Put the sizes together that have the same decisions, the smallest first."""
-    by_decisions: dict[frozenset[tuple[str, tuple[str, ...]]], list[Plan]] = {}
-    for plan in sorted(plans, key=lambda plan: plan.baseline_peak_bytes):
-        by_decisions.setdefault(frozenset(plan.recomputations.items()), []).append(plan)
-    return tuple(Covered(plans=tuple(alike)) for alike in by_decisions.values())
-
-
-def _table(sizes: Iterable[Covered]) -> Iterator[str]:
-    """Write them as a table."""
-    head = ("inputs", "sizes", "peak", "overhead")
-    rows = [(one.inputs, str(len(one.plans)), format_bytes(one.peak_bytes), f"{one.overhead:+.1%}") for one in sizes]
-    width = max(len(row[0]) for row in (head, *rows))
-    for first, *others in (head, *rows):
-        yield f"{first:<{width}}" + "".join(f"  {other:>10}" for other in others)
 
 
 def _or_not_yet(value: Any, write: Any) -> str:
@@ -161,11 +116,6 @@ class Meter:
         """The plan in force."""
         return self._running.plan
 
-    @property
-    def plans(self) -> Mapping[str, Plan]:
-        """The plans of all input sizes that ran."""
-        return getattr(self._running, "plans", {})
-
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         self._take()
@@ -181,7 +131,6 @@ class Meter:
             steps=len(self._seconds),
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
-            sizes=_covered(self.plans.values()),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,13 +22,6 @@ def _of_calls(which: Callable[[CheckpointCall], object], told: str, things: str 
     return evidence
 
 
-def _cast_and_tied(subject: Subject) -> str:
-    reentrant = [call for call in subject.calls if call.reentrant]
-    if not (reentrant and subject.cast_while_tied):
-        return ""
-    return f"{collapsed(subject.cast_while_tied)}, cast in the forward; use_reentrant=True in {_regions(reentrant)}"
-
-
 def _already_on(subject: Subject) -> str:
     if subject.calls:
         return f"{_regions(subject.calls)}; calls of torch.utils.checkpoint in one forward: {len(subject.calls)}"
@@ -96,22 +89,6 @@ RULES = (
         cause="the inner region runs three times in a step: in the forward, again for the outer region, and once more "
         "for itself",
         fix=f"checkpoint either the outer or the inner modules, {_LEAVE_IT_TO_A_PLAN}",
-    ),
-    Rule(
-        name="nothing-to-save",
-        evidence=_of_calls(
-            lambda call: not (call.trainable or call.gets_gradient or call.nested),
-            "{regions}: neither parameters nor inputs require a gradient",
-        ),
-        cause="no backward goes through the region, so nothing would be saved, and checkpointing only costs",
-        fix="do not checkpoint it",
-    ),
-    Rule(
-        name="tied-weights-under-autocast",
-        evidence=_cast_and_tied,
-        cause="autocast casts the shared weight once for both uses, but once more where a region is recomputed: the "
-        "two gradients are then added in another precision, and the last bits differ",
-        fix=f"pass use_reentrant=False, {_LEAVE_IT_TO_A_PLAN}",
     ),
     Rule(
         name="checkpointing-already-on",

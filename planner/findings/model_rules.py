@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.common.units import format_bytes
 from planner.findings.finding import Severity, collapsed
 from planner.findings.rules import Rule
-from planner.findings.subject import ModuleFacts, Subject
+from planner.findings.subject import Subject
 from planner.ir.layers import is_within
 
 
@@ -25,11 +25,6 @@ def _sharded_within(subject: Subject) -> str:
     return f"{collapsed(inside)}: sharded inside a region that is checkpointed" if inside else ""
 
 
-def _sharded(subject: Subject) -> str:
-    units = [module.label for module in subject.modules if module.sharded]
-    return f"{collapsed(units)}; FSDP units: {len(units)}" if units else ""
-
-
 def _statistics(subject: Subject) -> str:
     if any(call.updates for call in subject.calls):
         return ""
@@ -37,18 +32,8 @@ def _statistics(subject: Subject) -> str:
     return f"{collapsed(updating)}; modules with running statistics: {len(updating)}" if updating else ""
 
 
-def _frozen(subject: Subject) -> str:
-    frozen: list[ModuleFacts] = []
-    for module in subject.modules:
-        beneath = any(_beneath(module.path, outer.path) for outer in frozen)
-        if module.parameter_bytes and not module.trainable and not beneath:
-            frozen.append(module)
-    total_bytes = sum(module.parameter_bytes for module in frozen)
-    return f"{collapsed([m.label for m in frozen])}: {format_bytes(total_bytes)} of parameters" if frozen else ""
-
-
-def _loss(subject: Subject, *, counted: bool) -> str:
-    if not subject.outside_bytes or subject.counts_loss is not counted:
+def _loss(subject: Subject) -> str:
+    if not subject.outside_bytes or subject.counts_loss:
         return ""
     return f"the model gives {format_bytes(subject.outside_bytes)} to what comes after it, and no loss"
 
@@ -93,23 +78,10 @@ RULES = (
         fix="checkpoint first, shard after: fully_shard (or FSDP) goes around the checkpointed module",
     ),
     Rule(
-        name="sharded-before-planning",
-        evidence=_sharded,
-        cause="it is planned as if it were whole, which planner.auto_wrap does and a plan by itself does not",
-        fix="planner.auto_wrap(model, budget=...); or plan before fully_shard, with data_parallel='fsdp2', ranks=N",
-    ),
-    Rule(
         name="loss-not-counted",
-        evidence=lambda subject: _loss(subject, counted=False),
+        evidence=_loss,
         cause="a loss that is computed outside the captured step needs memory that no plan knows of",
         fix="return the loss from the model, or pass loss_fn (a factory: as its third value)",
-    ),
-    Rule(
-        name="loss-outside",
-        severity=Severity.NOTE,
-        evidence=lambda subject: _loss(subject, counted=True),
-        cause="loss_fn is measured as a lump and counted, but nothing inside it can be recomputed",
-        fix="return the loss from the model, if it is large",
     ),
     Rule(
         name="batch-norm",
@@ -117,13 +89,6 @@ RULES = (
         evidence=_statistics,
         cause="under torch.utils.checkpoint they would update their running statistics twice in each step",
         fix="planner.auto_wrap updates them once; keep plain checkpointing away from them",
-    ),
-    Rule(
-        name="frozen-region",
-        severity=Severity.NOTE,
-        evidence=_frozen,
-        cause="what only frozen parameters read is saved for nobody, so recompute frees less there",
-        fix="run what comes before the first trainable parameter under torch.no_grad()",
     ),
     Rule(
         name="not-followed",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from planner.common.units import format_bytes, format_percent
-from planner.findings.finding import Severity, collapsed
+from planner.findings.finding import collapsed
 from planner.findings.rules import Rule
 from planner.findings.subject import CapturedStep, Subject
-from planner.ir.graph import Operation, Phase, TrainingGraph
+from planner.ir.graph import Operation, TrainingGraph
 from planner.ir.simulator import lifetimes
 
 _DOMINATING_STATIC = 0.8
@@ -16,8 +16,6 @@ _DOMINATING_OPTIMIZER = 0.4
 _DOMINATING_VALUE = 0.4
 _DOMINATING_LOGITS = 0.3
 _LOSS_TARGETS = ("log_softmax", "nll_loss", "cross_entropy")
-_FUSED_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention")
-_CHOOSING = ("aten.topk.", "aten.sort.", "aten.argmax.")
 
 
 def _of_step(evidence: Callable[[CapturedStep], str]) -> Callable[[Subject], str]:
@@ -80,35 +78,6 @@ def _one_value(step: CapturedStep) -> str:
     )
 
 
-@_of_step
-def _attention(step: CapturedStep) -> str:
-    graph = step.problem.graph
-    fused = [
-        index
-        for index, operation in enumerate(graph.operations)
-        if operation.phase is Phase.FORWARD and any(kernel in operation.target for kernel in _FUSED_ATTENTION)
-    ]
-    if not fused:
-        return ""
-    saved_bytes = sum(graph.values[value].size_bytes for index in fused for value in graph.operations[index].outputs)
-    seconds = sum(step.problem.costs[index].seconds for index in fused)
-    return (
-        f"{graph.operations[fused[0]].target}, {len(fused)} of it: {format_bytes(saved_bytes)} made "
-        f"in {format_percent(seconds / max(step.evaluation.seconds, 1e-12))} of the step's time"
-    )
-
-
-def _routing(subject: Subject) -> str:
-    if subject.step is None or any(call.chooses for call in subject.calls):
-        return ""
-    choosing = [
-        _place(operation)
-        for operation in subject.step.problem.graph.operations
-        if operation.phase is Phase.FORWARD and operation.target.startswith(_CHOOSING)
-    ]
-    return collapsed(choosing)
-
-
 def _around_loss(graph: TrainingGraph) -> set[int]:
     """Return the values that a loss over classes reads and makes."""
     return {
@@ -133,7 +102,7 @@ def _place(operation: Operation) -> str:
     return f"{operation.target} in {operation.module or 'the model'}"
 
 
-BOTTLENECKS = (
+RULES = (
     Rule(
         name="static-dominates",
         evidence=_resident,
@@ -161,22 +130,3 @@ BOTTLENECKS = (
     ),
 )
 """What limits any plan; asked of a plan that recomputes, and of the step without recompute."""
-
-RULES = (
-    *BOTTLENECKS,
-    Rule(
-        name="attention-is-cheap-to-save",
-        severity=Severity.NOTE,
-        evidence=_attention,
-        cause="a fused kernel saves its output and a row of sums, not the matrix of weights: to run it again costs "
-        "much and frees little",
-        fix="keep it: a policy of your own should save attention's output; a plan decides that by itself",
-    ),
-    Rule(
-        name="routing",
-        severity=Severity.NOTE,
-        evidence=_routing,
-        cause="a recompute with other rounding may choose other experts; a plan runs the same kernels on the same bits",
-        fix="use deterministic kernels (torch.use_deterministic_algorithms(True)) where a router is recomputed",
-    ),
-)

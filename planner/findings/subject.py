@@ -17,10 +17,6 @@ class ModuleFacts:
     """As ``named_modules`` has it, ``""`` for the model itself."""
     kind: str
     """Name of its class."""
-    parameter_bytes: int = 0
-    """Of its own and its children's parameters."""
-    trainable: bool = False
-    """Whether any of them requires a gradient."""
     updates_statistics: bool = False
     """Whether each call changes running statistics: BatchNorm in training."""
     full_backward_hooks: bool = False
@@ -80,8 +76,6 @@ class Subject:
     """In the order of ``named_modules``."""
     calls: tuple[CheckpointCall, ...] = ()
     """What was seen of the model's own checkpointing."""
-    cast_while_tied: tuple[str, ...] = ()
-    """Parameters with several names that the forward casts to another type, ``"head.weight = tokens.weight"``."""
     returned_cache: bool | None = None
     """Whether the forward gave a cache back; None if it was not followed to its end."""
     unseen: str = ""

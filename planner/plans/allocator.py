@@ -11,6 +11,7 @@ largest block to split, no rounding to powers of two, no garbage collection.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -207,35 +208,46 @@ def simulate_reserved(
     it is kept on the host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
     A ScheduleError says that the schedule cannot be run, a UsageError that a resident tensor has a negative size.
     """
-    born: list[list[int]] = [[] for _ in schedule.order]
-    died: list[list[int]] = [[] for _ in schedule.order]
     copies = lifetimes(graph, schedule)
-    size_bytes = [graph.values[copy.value].size_bytes for copy in copies]
-    for number, copy in enumerate(copies):
-        if size_bytes[number]:
-            born[copy.born].append(number)
-            died[copy.died].append(number)
+    blocks = [(graph.values[copy.value].size_bytes, copy.born, copy.died) for copy in copies]
+    allocator = _holding(resident_bytes, expandable=expandable)
+    # The second step finds the segments as the first one left them.
+    _run(allocator, blocks, [costs[index].workspace_bytes for index in schedule.order], times=2)
+    return allocator
 
+
+def _holding(resident_bytes: Iterable[int], *, expandable: bool) -> Allocator:
+    """Return a new allocator that has handed out what is resident."""
     allocator = ExpandableAllocator() if expandable else Allocator()
-    for resident in filter(None, resident_bytes):
-        allocator.allocate(resident)
-    handles = [-1] * len(copies)
-    for _ in range(2):  # the second step finds the segments as the first one left them
-        for position, index in enumerate(schedule.order):
-            for number in born[position]:
-                handles[number] = allocator.allocate(size_bytes[number])
-            if (workspace_bytes := costs[index].workspace_bytes) > 0:
+    _taken(allocator, resident_bytes)
+    return allocator
+
+
+def _run(
+    allocator: Allocator, blocks: Iterable[tuple[int, int, int]], workspaces_bytes: Sequence[int], *, times: int = 1
+) -> None:
+    """Hand out blocks, each of a size and there from one position to another, with a workspace at each position."""
+    born: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    died: defaultdict[int, list[int]] = defaultdict(list)
+    for number, (size_bytes, first, last) in enumerate(blocks):
+        if size_bytes:
+            born[first].append((number, size_bytes))
+            died[last].append(number)
+    handles: dict[int, int] = {}
+    for _ in range(times):
+        for position, workspace_bytes in enumerate(workspaces_bytes):
+            for number, size_bytes in born[position]:
+                handles[number] = allocator.allocate(size_bytes)
+            if workspace_bytes > 0:
                 allocator.free(allocator.allocate(workspace_bytes))
             for number in died[position]:
                 allocator.free(handles[number])
-    return allocator
 
 
 def graphs_keep(graphs: GraphMemory) -> int:
     """Return the segments that hold workspaces for the stream of the captures, and random states."""
-    allocator = Allocator()
-    for size_bytes in (MIN_BLOCK_BYTES, *graphs.library_bytes):  # what is multiplied to have them made
-        allocator.allocate(size_bytes)
+    # First what is multiplied to have them made.
+    allocator = _holding((MIN_BLOCK_BYTES, *graphs.library_bytes), expandable=False)
     return allocator.reserved_bytes + graphs.generator_bytes
 
 
@@ -248,34 +260,23 @@ def simulate_graph_pool(
     gradients when the backward does. What a loss outside the graphs takes is not in it, but for copies of the gradients
     that it gives. See :mod:`planner.runtimes._cuda_graphs`. O(runs x outputs) calls of the allocator.
     """
-    allocator = ExpandableAllocator() if static_memory.has_expandable_segments else Allocator()
-    for resident in filter(None, static_memory.graphs.input_bytes if static_memory.graphs is not None else ()):
-        allocator.allocate(resident)
     loss = graph.loss_index
     boundary = schedule.order.index(loss)
-    born: list[list[int]] = [[] for _ in schedule.order]
-    died: list[list[int]] = [[] for _ in schedule.order]
-    copies = lifetimes(graph, schedule)
-    for number, copy in enumerate(copies):
+    blocks = []
+    for copy in lifetimes(graph, schedule):
         value = graph.values[copy.value]
         by_autograd = graph.operations[schedule.order[copy.born]].target == ACCUMULATE_TARGET
         of_loss = copy.born == boundary and not graph.readers[copy.value]
-        if not value.size_bytes or by_autograd or of_loss:
+        if by_autograd or of_loss:
             continue
         last = copy.died
         if value.retained and copy.born < boundary:
             readers = set(graph.readers[copy.value])
             last = max(boundary, *(at for at, index in enumerate(schedule.order) if index in readers or at == 0))
-        born[copy.born].append(number)
-        died[last].append(number)
-    handles = [-1] * len(copies)
-    for position, index in enumerate(schedule.order):
-        for number in born[position]:
-            handles[number] = allocator.allocate(graph.values[copies[number].value].size_bytes)
-        if index != loss and (workspace_bytes := costs[index].workspace_bytes) > 0:
-            allocator.free(allocator.allocate(workspace_bytes))
-        for number in died[position]:
-            allocator.free(handles[number])
+        blocks.append((value.size_bytes, copy.born, last))
+    inputs_bytes = static_memory.graphs.input_bytes if static_memory.graphs is not None else ()
+    allocator = _holding(inputs_bytes, expandable=static_memory.has_expandable_segments)
+    _run(allocator, blocks, [0 if index == loss else costs[index].workspace_bytes for index in schedule.order])
     return allocator
 
 
@@ -285,9 +286,7 @@ def simulate_beside_graphs(graph: TrainingGraph, static_memory: StaticMemory) ->
     These are copies of the outputs, what a loss outside the graphs takes, copies of the gradients, and the temporaries
     of the optimizer's step.
     """
-    allocator = ExpandableAllocator() if static_memory.has_expandable_segments else Allocator()
-    for resident in filter(None, static_memory.resident_bytes):
-        allocator.allocate(resident)
+    allocator = _holding(static_memory.resident_bytes, expandable=static_memory.has_expandable_segments)
     loss = graph.operations[graph.loss_index].outputs
     accumulated = {v for o in graph.operations if o.target == ACCUMULATE_TARGET for v in (*o.inputs, *o.outputs)}
     outputs = [v for v, value in enumerate(graph.values) if value.kind == "output" and v not in loss]
@@ -308,7 +307,7 @@ def simulate_beside_graphs(graph: TrainingGraph, static_memory: StaticMemory) ->
     return allocator
 
 
-def _taken(allocator: Allocator, sizes_bytes: Sequence[int]) -> list[int]:
+def _taken(allocator: Allocator, sizes_bytes: Iterable[int]) -> list[int]:
     return [allocator.allocate(size_bytes) for size_bytes in sizes_bytes if size_bytes]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from planner.common import timings
 from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes, format_percent
+from planner.findings import step_rules
 from planner.findings.finding import Finding
 from planner.findings.rules import examine
-from planner.findings.step_rules import BOTTLENECKS
 from planner.findings.subject import CapturedStep, Subject
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_layers
@@ -164,7 +164,7 @@ def _warnings(
     if evaluation.added_seconds <= 0:
         return
     step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
-    yield from examine(Subject(step=step), BOTTLENECKS)
+    yield from examine(Subject(step=step), step_rules.RULES)
     if (price := price_finding(problem, evaluation, smallest_bytes)) is not None:
         yield price
     if (gap := gap_finding(problem, solution, evaluation, limits)) is not None:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.ir.checkpoints import BOOKKEEPING
-from planner.ir.graph import OperationCost, Phase, TrainingGraph, named_by
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, named_by
 from planner.ir.layers import Layers, number_ranges
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, FetchedCopy, lifetimes, workspaces
-from planner.plans.plan import AliveTensors, Allocation, LayerPlacement, PeakLocation
+from planner.plans.plan import AliveTensors, LayerPlacement, PeakLocation
 
 _OWN_KINDS = {
     "gradient": "gradients",
@@ -28,52 +28,53 @@ _MOST_ROWS = 40
 """Of what is alive at the peak; the rest is one row."""
 
 
-def allocations_of(
-    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, at: int | None = None
-) -> Iterator[Allocation]:
-    """Return all that a schedule allocates, as the simulator counts it, in O(runs x (inputs + outputs)).
-
-    With ``at`` that is only what is there at one position.
+def alive_at(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, position: int
+) -> Iterator[AliveTensors]:
+    """Return one by one what is there at a position of a schedule, as the simulator counts it.
 
     That is each copy of a value, of a kind that :func:`anatomy_of_peak` has; ``workspace`` for the run that needs it;
-    and ``random state`` from the first to the last run of what is recomputed.
+    and ``random state`` from the first to the last run of what is recomputed. O(runs x (inputs + outputs)).
     """
     backward_position = backward_begins(graph, schedule)
     made: set[int] = set()
     copies = lifetimes(graph, schedule)
     for copy in copies:
         value = graph.values[copy.value]
-        producer = graph.producer[copy.value]
+        operation = graph.operations[graph.producer[copy.value]]
         if isinstance(copy, FetchedCopy):
             kind = "fetched values"
         elif copy.value in made:
             kind = "recomputed values"
         elif value.kind in _OWN_KINDS:
             kind = _OWN_KINDS[value.kind]
-        elif graph.operations[producer].phase is Phase.BACKWARD:
+        elif operation.phase is Phase.BACKWARD:
             kind = "gradient temporaries"
         elif copy.died >= backward_position:
             kind = "saved activations"
         else:
             kind = "forward temporaries"
         made.add(copy.value)
-        if at is not None and not copy.born <= at <= copy.died:
-            continue
-        found = _allocation(graph, producer, kind, value.size_bytes, copy.born, copy.died)
-        operation = graph.operations[producer]
-        key, _ = operation.made_by(operation.outputs.index(copy.value))
-        if key != operation.key:
-            module, target = named_by(key)
-            found = replace(found, operation=target, module=module)
-        yield found
-    for position, size_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
-        if size_bytes and at in (None, position):
-            yield _allocation(graph, schedule.order[position], WORKSPACE, size_bytes, position, position)
-    last = {index: position for position, index in enumerate(schedule.order)}
+        if copy.born <= position <= copy.died:
+            key, _ = operation.made_by(operation.outputs.index(copy.value))
+            yield _alive(operation, kind, value.size_bytes, key)
+    if schedule.order and (size_bytes := workspaces(graph, costs, schedule, copies)[position]):
+        yield _alive(graph.operations[schedule.order[position]], WORKSPACE, size_bytes)
+    last = {index: at for at, index in enumerate(schedule.order)}
     for index, first in sorted(schedule.first_runs().items()):
-        is_there = first < last[index] and (at is None or first <= at <= last[index])
-        if (size_bytes := graph.operations[index].state_bytes) and is_there:
-            yield _allocation(graph, index, RANDOM_STATE, size_bytes, first, last[index])
+        operation = graph.operations[index]
+        if operation.state_bytes and first < last[index] and first <= position <= last[index]:
+            yield _alive(operation, RANDOM_STATE, operation.state_bytes)
+
+
+def _alive(operation: Operation, kind: str, size_bytes: int, key: str = "") -> AliveTensors:
+    """Describe what an operation made; of several that are one, the one of this key."""
+    module, target = operation.module, operation.target
+    if key and key != operation.key:
+        module, target = named_by(key)
+    return AliveTensors(
+        count=1, size_bytes=size_bytes, kind=kind, operation=target, module=module, source=operation.source
+    )
 
 
 def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
@@ -83,42 +84,23 @@ def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
     return next(positions, len(order))
 
 
-def tensors_at(allocations: Iterable[Allocation], position: int) -> tuple[AliveTensors, ...]:
-    """Return what is there during one run, the most first; what one operation makes in equal layers is one row."""
-    groups: defaultdict[tuple[str, str, str, str], list[Allocation]] = defaultdict(list)
-    for made in allocations:
-        if made.born <= position <= made.died and made.size_bytes:
-            groups[(made.kind, made.operation, re.sub(r"\d+", "#", made.module), made.source)].append(made)
-    rows = [
-        AliveTensors(
-            count=len(group),
-            size_bytes=sum(made.size_bytes for made in group),
-            kind=kind,
-            operation=operation,
-            module=_joined([made.module for made in group]),
-            source=source,
-        )
-        for (kind, operation, _, source), group in groups.items()
-    ]
+def joined(alive: Iterable[AliveTensors]) -> tuple[AliveTensors, ...]:
+    """Join what one operation makes in equal layers to one row; the largest come first."""
+    groups: defaultdict[tuple[str, str, str, str], list[AliveTensors]] = defaultdict(list)
+    for one in alive:
+        if one.size_bytes:
+            groups[(one.kind, one.operation, re.sub(r"\d+", "#", one.module), one.source)].append(one)
+    rows = [_sum(group, module=_joined([one.module for one in group])) for group in groups.values()]
     rows.sort(key=lambda row: -row.size_bytes)
     shown, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
     if rest:
-        count, size_bytes = sum(row.count for row in rest), sum(row.size_bytes for row in rest)
-        shown.append(AliveTensors(count=count, size_bytes=size_bytes, kind="", operation="", module="", source=""))
+        shown.append(_sum(rest, kind="", operation="", module="", source=""))
     return tuple(shown)
 
 
-def _allocation(graph: TrainingGraph, index: int, kind: str, size_bytes: int, born: int, died: int) -> Allocation:
-    operation = graph.operations[index]
-    return Allocation(
-        size_bytes=size_bytes,
-        born=born,
-        died=died,
-        kind=kind,
-        operation=operation.target,
-        module=operation.module,
-        source=operation.source,
-    )
+def _sum(alive: Sequence[AliveTensors], **called: str) -> AliveTensors:
+    count, size_bytes = sum(one.count for one in alive), sum(one.size_bytes for one in alive)
+    return replace(alive[0], count=count, size_bytes=size_bytes, **called)
 
 
 def _joined(modules: list[str]) -> str:
@@ -146,7 +128,7 @@ def anatomy_of_peak(
     ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
-    for made in allocations_of(graph, costs, schedule, evaluation.peak_position):
+    for made in alive_at(graph, costs, schedule, evaluation.peak_position):
         alive[made.kind] += made.size_bytes
     return {kind: size for kind, size in alive.items() if size}
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from planner.common import json_reader
 from planner.common.atomic import write_text
-from planner.common.json_reader import parse, to_data
+from planner.common.json_reader import attributes, parse, to_data
 from planner.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
@@ -27,6 +27,16 @@ from planner.plans.values import ValueTable
 
 SCHEMA = 1
 """Version of the JSON that reports and plan files share."""
+
+
+def header(of: Any) -> dict[str, Any]:
+    """Return what every report begins with: what the step is of, and what it needs without recompute."""
+    return {
+        "schema": SCHEMA,
+        **attributes(of, "model", "torch", "device", "cost_model"),
+        "baseline": {"peak_bytes": of.baseline_peak_bytes, "step_seconds": of.baseline_step_seconds},
+    }
+
 
 _OF_THE_FILE = ("fingerprint", "decisions", "order", "values")
 """Keys that a plan file has beside those of a report."""
@@ -279,24 +289,8 @@ class MoreMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """Memory that the planned step takes and gives back, there from one position in the order of runs to another."""
-
-    size_bytes: int
-    born: int
-    died: int
-    kind: str
-    operation: str
-    module: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDetails:
-    """The step over time, without recompute and as planned, and what it has made that is there at the peak.
-
-    All memory of the planned step is not part of a plan file, nor of comparisons.
-    """
+    """The step over time, without recompute and as planned, and what it has made that is there at the peak."""
 
     before: Timeline = field(metadata={"at": "timeline.before"})
     after: Timeline = field(metadata={"at": "timeline.after"})
@@ -304,7 +298,6 @@ class StepDetails:
     one_more_gib: MoreMemory | None = None
     modules: tuple[LayerPlacement, ...] = field(default=(), repr=False, metadata={"columns": True, "left_out": True})
     """What happens to every module, each without its parts, in forward order."""
-    allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

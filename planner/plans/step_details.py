@@ -12,7 +12,7 @@ from planner.ir.layers import Layers
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.plans.liveness import RANDOM_STATE, WORKSPACE, allocations_of, placement, tensors_at
+from planner.plans.liveness import RANDOM_STATE, WORKSPACE, alive_at, joined, placement
 from planner.plans.plan import MoreMemory, StepDetails, Timeline, TimelinePoint
 from planner.solvers import solve
 from planner.solvers.auto import AutoSolver
@@ -34,16 +34,14 @@ def step_details(captured: Problem, problem: Problem, schedule: Schedule, evalua
     The schedule is of the problem, whose operations may be in another order than as they were captured.
     """
     graph, costs = problem.graph, problem.costs
-    allocations = tuple(allocations_of(graph, costs, schedule))
-    tensors = [made for made in allocations if made.kind not in (WORKSPACE, RANDOM_STATE)]
+    alive = alive_at(graph, costs, schedule, evaluation.peak_position)
     of_modules = Layers(of=tuple(operation.module for operation in graph.operations), blocks=())
     return StepDetails(
         before=_timeline(captured, Schedule.keep_all(captured.graph), captured.baseline),
         after=_timeline(problem, schedule, evaluation),
-        alive=tensors_at(tensors, evaluation.peak_position),
+        alive=joined(one for one in alive if one.kind not in (WORKSPACE, RANDOM_STATE)),
         one_more_gib=_one_more_gib(problem, schedule, evaluation.added_seconds),
         modules=placement(graph, costs, schedule, of_modules),
-        allocations=allocations,
     )
 
 

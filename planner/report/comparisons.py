@@ -11,11 +11,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-import cost_models
-from cost_models.devices import device_names
 from planner.analysis.audit import Audit
 from planner.analysis.strategy_comparison import NEAR, Established
-from planner.analysis.trade_off.curve import Suggestions
 from planner.common.program import NAME, program
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import OWN, ComparisonRow, Plan
@@ -73,7 +70,7 @@ def methods(plan: Plan) -> Iterator[ComparisonRow]:
 
 
 def render_budgets(plan: Plan) -> Group:
-    """Show what other budgets would buy, and the accelerators that the step fits on."""
+    """Show what other budgets would buy."""
     shown = table(
         "With more memory, or less",
         budgets(plan),
@@ -81,7 +78,7 @@ def render_budgets(plan: Plan) -> Group:
         ("size", lambda row: row[1], sizes([plan.budget_bytes])),
         ("step time", lambda row: row[2], signed_percent),
     )
-    return Group(shown, *map(Text, notes(plan, program())))
+    return Group(shown, Text(f"The whole curve: {what_if(plan, program())}"))
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
@@ -96,38 +93,9 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
         yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 
 
-def notes(plan: Plan, called: str = NAME) -> Iterator[str]:
-    """Say which accelerators of the table have the memory, and what to call for more."""
-    memory = {name: cost_models.device(name).memory_bytes for name in device_names() if name != "cpu"}
-    planned = [name for name in memory if memory[name] >= plan.whole_step_peak_bytes]
-    unplanned = [name for name in memory if memory[name] >= max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)]
-    only = [name for name in planned if name not in unplanned]
-    if len(unplanned) == len(memory):
-        yield f"By memory alone the step fits on each of the {len(memory)} accelerators of the table, planned or not"
-    elif not planned:
-        yield "By memory alone the planned step fits on no accelerator of the table"
-    else:
-        yield f"By memory alone the step fits without recompute on {', '.join(unplanned) or 'no accelerator'}"
-    if only:
-        yield f"As planned it also fits on {', '.join(only)}"
-    model = shlex.quote(plan.model) if plan.model else "MODEL"
-    yield f"The whole curve: {called} what-if {model}"
-
-
-def render_suggestions(found: Suggestions, typed: str, console: Console) -> None:
-    """Print budgets to choose from, and what was typed with each of them added."""
-    line = f"NO BUDGET GIVEN · the model's own step takes {format_bytes(found.own_peak_bytes)} on {found.device}"
-    if found.memory_bytes < found.smallest_bytes:
-        line += f", and no plan fits its {format_bytes(found.memory_bytes)}"
-    shown = table(
-        "Budgets to choose from",
-        found.budgets,
-        ("budget", lambda row: row.name, str),
-        ("size", lambda row: row.budget_bytes, sizes(row.budget_bytes for row in found.budgets)),
-        ("step time", lambda row: row.step_time, signed_percent),
-    )
-    lines = [Text(f"{typed} --budget {row.text}") for row in found.budgets]
-    print_report(console, line, shown, Text("\n").join(lines))
+def what_if(plan: Plan, called: str = NAME) -> str:
+    """Return what to type for more budgets."""
+    return f"{called} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"
 
 
 def render_audit(audit: Audit, console: Console) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shlex
 from collections.abc import Iterator
 from html import escape
 
@@ -88,7 +87,7 @@ def _next(plan: Plan) -> Iterator[Text]:
     more = ["--full" + (f" ({counted(hidden, 'more warning')})" if hidden > 0 else "")]
     more += ["--html FILE"] if plan.verification else ["--verify (real steps)", "--html FILE"]
     lines.append(("see more", " · ".join(more)))
-    lines.append(("whole curve", f"{program()} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"))
+    lines.append(("whole curve", comparisons.what_if(plan, program())))
     widest = max(len(label) for label, _ in lines)
     return (one_line(f"  {label:<{widest}}  {said}") for label, said in lines)
 

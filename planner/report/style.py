@@ -16,6 +16,9 @@ from planner.common.units import in_unit_of
 Write = Callable[[Any], str]
 """How the contents of a column are written."""
 
+Column = tuple[str, Callable[[Any], Any], Write | None]
+"""A column's name, what it takes from a row, and how that is written; one that nothing writes is left out."""
+
 _COUNTS = (("K", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12))
 
 
@@ -72,14 +75,13 @@ def one_line(text: str, style: str = "") -> Text:
 def table(
     title: str | None,
     rows: Iterable[Any],
-    *columns: tuple[str, Callable[[Any], Any], Write | None],
+    *columns: Column,
     text_columns: int = 1,
     bold: Callable[[Any], Any] = lambda row: False,
 ) -> Table:
     """Return a table whose first columns are text, aligned left, and the others numbers.
 
-    A column has a name, what it takes from a row, and how that is written. Texts are written as they are, whatever
-    rich would read as markup in them, and None as a dash. A column that nothing writes is left out. A table without a
+    Texts are written as they are, whatever rich would read as markup in them, and None as a dash. A table without a
     title is named by the head of its first column.
     """
     heading = None if title is None else Text(title, style="bold")

@@ -13,8 +13,15 @@ from planner.analysis.trade_off.axes import DeviceRow, Outcome, SizeAxis, SizeRo
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
 from planner.report.curve_chart import draw
-from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
+from planner.report.style import Column, at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
 from planner.report.verdict import none_needs_less
+
+_OF_OUTCOMES: tuple[Column, ...] = (
+    ("overhead", lambda row: row.outcome.overhead, signed_percent),
+    ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
+    ("step", lambda row: row.outcome.step_seconds, format_seconds),
+)
+"""Columns of a table whose rows have an outcome."""
 
 
 def render(answers: Answers, console: Console) -> None:
@@ -38,7 +45,7 @@ def further(answers: Answers) -> Iterator[RenderableType]:
     if answers.methods:
         yield _methods(answers.methods)
         yield from (Text(f"{method.name}: {method.reason}") for method in answers.methods if method.reason)
-    yield Text(_origin(answers))
+    yield Text(_origin(answers.curve))
 
 
 def verdict(curve: TradeOffCurve) -> str:
@@ -108,9 +115,7 @@ def _sizes(name: str, axis: SizeAxis) -> RenderableType:
         axis.rows,
         ("size", lambda row: row.size, str),
         ("peak", lambda row: _needed(row.outcome), str),
-        ("overhead", lambda row: row.outcome.overhead, signed_percent),
-        ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
-        ("step", lambda row: row.outcome.step_seconds, format_seconds),
+        *_OF_OUTCOMES,
         (f"{axis.unit}/s", lambda row: row.per_second, _rate),
         ("", marks, str),
         bold=marks,
@@ -129,9 +134,8 @@ def _largest(axis: SizeAxis) -> str:
         return f"No {axis.name} was looked at."
     if largest is None or best is None or best.per_second is None:
         return f"No {axis.name} fits {budget}, not even {axis.rows[0].size}."
-    seen = "largest that fits" if axis.is_complete else "largest seen so far that fits"
     return (
-        f"The {seen} {budget} is a {axis.name} of {largest.size}; "
+        f"The largest that fits {budget} is a {axis.name} of {largest.size}; "
         f"{best.size} trains most: {_rate(best.per_second)} {axis.unit} a second."
     )
 
@@ -144,9 +148,7 @@ def _devices(rows: tuple[DeviceRow, ...]) -> RenderableType:
         ("memory", lambda row: row.memory_bytes, format_bytes),
         ("fits", lambda row: row.outcome.fits, yes_or_no),
         ("without recompute", lambda row: row.baseline_peak_bytes, format_bytes),
-        ("overhead", lambda row: row.outcome.overhead, signed_percent),
-        ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
-        ("step", lambda row: row.outcome.step_seconds, format_seconds),
+        *_OF_OUTCOMES,
     )
 
 
@@ -164,11 +166,10 @@ def _methods(methods: tuple[Method, ...]) -> RenderableType:
     )
 
 
-def _origin(answers: Answers) -> str:
-    curve = answers.curve
-    left = "" if not answers.interrupted else " Interrupted: this is what was done by then."
+def _origin(curve: TradeOffCurve) -> str:
+    host = ""
     if curve.host_budget_bytes is not None:
-        left = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory.{left}"
+        host = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory."
     eager = curve.eager
     beside = (
         ""
@@ -180,7 +181,7 @@ def _origin(answers: Answers) -> str:
     )
     return (
         f"The step without recompute takes {format_seconds(curve.baseline_step_seconds)} by the {curve.cost_model} "
-        f"cost model of {curve.device}; torch {curve.torch}.{beside}{left}"
+        f"cost model of {curve.device}; torch {curve.torch}.{beside}{host}"
     )
 
 

@@ -127,8 +127,14 @@ def study(
     >>> [step.plan(budget=budget).status for budget in ("100%", "80%")]
     ['optimal', 'optimal']
     """
-    options = Options.of(locals())
+    options = _naming_a_runtime(Options.of(locals()))
     return studies_by_size(model, options).at(Inputs.of(inputs), loss_fn, beside_eager=True)
+
+
+def _naming_a_runtime(options: Options, default: str = "graph") -> Options:
+    """Return options for a runtime that can be studied: ``Runtime(chunk=4)`` names none."""
+    name = default if options.runtime.name == "auto" else options.runtime.name
+    return replace(options, runtime=replace(options.runtime, name=name))
 
 
 def studies_by_size(model: nn.Module, options: Options) -> StudiesBySize:
@@ -204,7 +210,7 @@ def what_if(
     >>> curve.points[-1].overhead
     0.0
     """
-    options = Options.of(locals())
+    options = _naming_a_runtime(Options.of(locals()))
     search, budget = options.search, options.budget.size
     if unknown := set(sizes or {}) - set(_SIZES):
         raise UsageError(f"sizes are asked about by {' or '.join(map(repr, _SIZES))}, not {min(unknown)!r}")
@@ -233,9 +239,8 @@ def what_if(
     axes: dict[str, SizeAxis] = {}
     for name, wanted in asked.items():
         how: dict[str, Any] = {"study_at": partial(sized, name), "offload": options.offload}
-        found = SizeSearch.along(name, wanted, sweep.asked_bytes, search, samples=example.batch_size, **how)
-        found.run()
-        axes[name] = found.axis_so_far
+        along = SizeSearch.along(name, wanted, sweep.asked_bytes, search, samples=example.batch_size, **how)
+        axes[name] = along.run()
     return replace(curve, batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len"))
 
 
@@ -292,9 +297,9 @@ def audit(
     """
     options = Options.of(locals())
     known = read_current(current)  # refused before minutes of capture
-    if options.runtime.name == "auto":
-        of_plan = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
-        options = replace(options, runtime=replace(options.runtime, name=of_plan))
+    options = _naming_a_runtime(
+        options, "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
+    )
     check_solver(options.runtime.name, options.search.solver)
     check_model(model)
     try:

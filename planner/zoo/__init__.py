@@ -120,16 +120,8 @@ def load_user_model(
     """
     with _factory(specification) as factory, fake_mode or nullcontext():
         _check_takes(specification, factory, sizes or {})
-        try:
+        with _told(f"factory {specification!r} failed", "call it alone to see where"):
             made = factory(**(sizes or {}))
-        except PlannerError:
-            raise
-        except (Exception, SystemExit) as error:
-            from planner.capture.failures import in_one_line
-
-            raise UsageError(
-                f"factory {specification!r} failed: {in_one_line(error)}; call it alone to see where"
-            ) from error
     return _from_factory(specification, made)
 
 
@@ -143,21 +135,27 @@ def _factory(specification: str) -> Iterator[Callable[..., Any]]:
     with _importable(path.resolve().parent if path else Path.cwd()):
         if path and not path.is_file():
             raise UsageError(f"there is no file {place!r} for model {specification!r}: check the path")
-        try:
+        with _told(f"cannot import {place!r} for model {specification!r}", "import it alone to see where"):
             module = _module_of_file(path) if path else import_module(place)
-        except (Exception, SystemExit) as error:  # a script without a main guard may end itself
-            from planner.capture.failures import in_one_line
-
-            raise UsageError(
-                f"cannot import {place!r} for model {specification!r}: {in_one_line(error)}; import it alone to see "
-                "where"
-            ) from error
         factory = getattr(module, attribute, None)
         if not callable(factory):
             known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             hint = did_you_mean(attribute, known, cutoff=0.4, write=str).rstrip() or _FACTORY_HINT
             raise UsageError(f"{place!r} has no function {attribute!r}: {hint}")
         yield factory
+
+
+@contextmanager
+def _told(said: str, advice: str) -> Iterator[None]:
+    """Say in one line what the user's own code raises."""
+    try:
+        yield
+    except PlannerError:
+        raise
+    except (Exception, SystemExit) as error:  # a script without a main guard may end itself
+        from planner.capture.failures import in_one_line
+
+        raise UsageError(f"{said}: {in_one_line(error)}; {advice}") from error
 
 
 def _check_takes(specification: str, factory: Callable[..., Any], sizes: Iterable[str]) -> None:

@@ -64,12 +64,16 @@ INPUTS: dict[str, dict[str, tuple[str | int, ...]]] = {
 """Extents of each input, and whether it is drawn from a normal distribution or is an index of a class or token."""
 
 
-def _decoder(name: str, tokens: int, positions: int | None = None, *, sizes: Sizes, **options: int) -> hf.Made:
-    from planner.zoo import modules
+def _minigpt(sizes: Sizes) -> hf.Made:
+    from planner.zoo.modules import MiniGPT
 
-    if positions is not None:
-        options["positions"] = max(positions, sizes.seq_len or 0)
-    return getattr(modules, name)(layers=sizes.layers, **options), tokens
+    return MiniGPT(layers=sizes.layers, positions=max(1024, sizes.seq_len or 0)), 10_000
+
+
+def _lstm(sizes: Sizes) -> hf.Made:
+    from planner.zoo.modules import LSTMLanguageModel
+
+    return LSTMLanguageModel(layers=sizes.layers), 10_000
 
 
 def _unet(name: str, classes: int, *, sizes: Sizes) -> hf.Made:
@@ -88,11 +92,11 @@ _BLOCKS = "blocks per stage at most"
 # fmt: off
 ZOO = {
     "minigpt": Entry("GPT-2 small with 10,000 tokens and dropout, 94M parameters", Sizes(2, 12, 1024),
-                     partial(_decoder, "MiniGPT", 10_000, 1024)),
-    "minimind-26m": Entry("MiniMind2-Small, a small Llama with grouped queries, 26M parameters", Sizes(8, 8, 512),
-                          partial(_decoder, "MiniMind", 6400, 512, width=512)),
-    "minimind-104m": Entry("MiniMind2, a small Llama with grouped queries, 104M parameters", Sizes(8, 16, 512),
-                           partial(_decoder, "MiniMind", 6400, 512, width=768)),
+                     _minigpt),
+    "minimind-26m": Entry("MiniMind2-Small, a small Llama with grouped queries (transformers), 26M parameters",
+                          Sizes(8, 8, 512), partial(hf.minimind, hidden_size=512, intermediate_size=1408)),
+    "minimind-104m": Entry("MiniMind2, a small Llama with grouped queries (transformers), 104M parameters",
+                           Sizes(8, 16, 512), partial(hf.minimind, hidden_size=768, intermediate_size=2048)),
     "gpt2": Entry("GPT-2 small (transformers), 124M parameters", Sizes(8, 12, 1024),
                   partial(hf.gpt2, hidden_size=768, num_attention_heads=12)),
     "gpt2-774m": Entry("GPT-2 large (transformers), 774M parameters", Sizes(4, 36, 1024),
@@ -124,7 +128,7 @@ ZOO = {
     "whisper-small-encoder": Entry("Encoder of Whisper small, language identification (transformers), 88M parameters",
                                    Sizes(8, 12, 3000), hf.whisper_encoder, length_name="mel frames", inputs="sound"),
     "lstm": Entry("LSTM language model with dropout between layers, 44M parameters", Sizes(32, 4, 64),
-                  partial(_decoder, "LSTMLanguageModel", 10_000)),
+                  _lstm),
     "mixtral-1b": Entry("Mixtral of a quarter of its width, two of eight experts (transformers), 1.15B parameters",
                         Sizes(4, 12, 1024, dtype="bfloat16"), hf.mixtral),
     "qwen3-0.6b": Entry("Qwen3 0.6B (transformers), 596M parameters", Sizes(4, 28, 1024),

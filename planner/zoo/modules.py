@@ -1,6 +1,6 @@
-"""The zoo's own language models: two small decoders and a stack of LSTMs, written the way their users write them.
+"""The zoo's own language models: a small decoder and a stack of LSTMs, written the way their users write them.
 
-All take ``(input_ids, labels)``, labels already shifted, and return the mean cross-entropy.
+Both take ``(input_ids, labels)``, labels already shifted, and return the mean cross-entropy.
 """
 
 from __future__ import annotations
@@ -85,104 +85,6 @@ class MiniGPT(nn.Module):
         x = self.dropout(self.tokens(input_ids) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class GroupedAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.head_width = width // heads
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.projection = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        query, key, value = (
-            layer(x).view(batch, length, -1, self.head_width).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-
-
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn pairs of features, half a head apart, by an angle that grows with the position."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
-
-class SwiGLU(nn.Module):
-    """Gated perceptron."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class MiniMindBlock(nn.Module):
-    """Attention and a gated perceptron, each normalised first."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
-        self.attention = GroupedAttention(width, heads, kv_heads)
-        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = SwiGLU(width, hidden)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cosine, sine)
-        x = x + self.mlp(self.mlp_norm(x))
-        return x
-
-
-class MiniMind(nn.Module):
-    """A small Llama: RMSNorm, rotary positions, grouped queries, SwiGLU, tied embeddings."""
-
-    cosine: Tensor
-    sine: Tensor
-
-    def __init__(
-        self,
-        *,
-        layers: int = 8,
-        width: int = 512,
-        vocabulary: int = 6400,
-        positions: int = 512,
-    ) -> None:
-        super().__init__()
-        heads, kv_heads = 8, 2
-        hidden = -(-8 * width // 3 // 64) * 64
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(MiniMindBlock(width, heads, kv_heads, hidden) for _ in range(layers))
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        half = width // heads // 2
-        # Angles need float32 whatever the model computes in: bfloat16 cannot tell position 256 from 257.
-        frequencies = 1e6 ** (-torch.arange(half, dtype=torch.float32) / half)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).repeat(1, 2)
-        self.register_buffer("cosine", angles.cos().to(torch.get_default_dtype()), persistent=False)
-        self.register_buffer("sine", angles.sin().to(torch.get_default_dtype()), persistent=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(input_ids)
-        cosine, sine = self.cosine[: input_ids.shape[1]], self.sine[: input_ids.shape[1]]
-        for block in self.blocks:
-            x = block(x, cosine, sine)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 

@@ -49,6 +49,22 @@ def gpt2(sizes: Sizes, **options: Any) -> Made:
     return model, tokens
 
 
+def minimind(sizes: Sizes, **options: Any) -> Made:
+    """Make a MiniMind2, which is a small Llama; ``options`` are of its configuration."""
+    return language_model(
+        "Llama",
+        sizes=sizes,
+        positions=512,
+        vocab_size=6400,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **options,
+    )
+
+
 def mixtral(sizes: Sizes) -> Made:
     """Make a Mixtral a quarter as wide as the published one."""
     model, tokens = language_model(

@@ -42,25 +42,6 @@ class UNet(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
-class ResidualBlock(nn.Module):
-    """Two normalised convolutions around what the time step adds, with dropout before the second."""
-
-    def __init__(self, incoming: int, outgoing: int, embedding: int, dropout: float) -> None:
-        super().__init__()
-        self.first_norm = nn.GroupNorm(32, incoming)
-        self.first = nn.Conv2d(incoming, outgoing, 3, padding=1)
-        self.time = nn.Linear(embedding, outgoing)
-        self.second_norm = nn.GroupNorm(32, outgoing)
-        self.dropout = nn.Dropout(dropout)
-        self.second = nn.Conv2d(outgoing, outgoing, 3, padding=1)
-        self.shortcut = nn.Conv2d(incoming, outgoing, 1) if incoming != outgoing else nn.Identity()
-
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        h = self.first(F.silu(self.first_norm(x))) + self.time(F.silu(embedding))[:, :, None, None]
-        h = self.second(self.dropout(F.silu(self.second_norm(h))))
-        return self.shortcut(x) + h
-
-
 class PixelAttention(nn.Module):
     """Attention of every pixel to every other, one head."""
 
@@ -112,7 +93,7 @@ class DiffusionUNet(nn.Module):
         self.norm = nn.GroupNorm(32, last)
         self.head = nn.Conv2d(last, 3, 3, padding=1)
         # The original starts these at zero, so that a block begins as its shortcut; then most gradients would be zero.
-        for final in (*(m.second for m in self.modules() if isinstance(m, ResidualBlock)), self.head):
+        for final in (*(m.second for m in self.modules() if isinstance(m, DiffusionBlock)), self.head):
             nn.init.normal_(final.weight, std=1e-3)
 
     def forward(self, pixel_values: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
@@ -134,16 +115,23 @@ class DiffusionUNet(nn.Module):
 
 
 class DiffusionBlock(nn.Module):
-    """A residual block, with attention after it on some levels."""
+    """Two normalised convolutions around what the time step adds, then attention on some levels."""
 
     def __init__(self, incoming: int, outgoing: int, embedding: int, *, attends: bool) -> None:
         super().__init__()
-        self.residual = ResidualBlock(incoming, outgoing, embedding, dropout=0.1)
-        self.attention = PixelAttention(outgoing) if attends else None
+        self.first_norm = nn.GroupNorm(32, incoming)
+        self.first = nn.Conv2d(incoming, outgoing, 3, padding=1)
+        self.time = nn.Linear(embedding, outgoing)
+        self.second_norm = nn.GroupNorm(32, outgoing)
+        self.dropout = nn.Dropout(0.1)
+        self.second = nn.Conv2d(outgoing, outgoing, 3, padding=1)
+        self.shortcut = nn.Conv2d(incoming, outgoing, 1) if incoming != outgoing else nn.Identity()
+        self.attention = PixelAttention(outgoing) if attends else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        x = self.residual(x, embedding)
-        return x if self.attention is None else self.attention(x)
+        h = self.first(F.silu(self.first_norm(x))) + self.time(F.silu(embedding))[:, :, None, None]
+        h = self.second(self.dropout(F.silu(self.second_norm(h))))
+        return self.attention(self.shortcut(x) + h)
 
 
 class Resize(nn.Module):

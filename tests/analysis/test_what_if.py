@@ -1,17 +1,11 @@
-"""What-if: the curve is monotone and true, its bounds hold, and an interrupt keeps what is done."""
+"""What-if: the curve is monotone and true, and its bounds hold."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
-import os
 import re
-import signal
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +16,8 @@ import cli
 from cost_models import devices
 from planner.analysis.study import Study
 from planner.analysis.trade_off import axes as sizes
-from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, MethodSweep, csv_text
-from planner.analysis.trade_off.axes import DeviceSearch, Outcome, SizeAxis, SizeSearch, ask
+from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, methods_beside
+from planner.analysis.trade_off.axes import Outcome, SizeAxis, SizeSearch, ask, on_devices
 from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
@@ -37,7 +31,6 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import cheapest_within, every_nth_layer
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
-from planner.report import curve_chart
 from planner.report.what_if import render as render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
@@ -89,7 +82,7 @@ def test_the_curve_goes_from_the_smallest_peak_to_none_needed(toy: CurveSweep) -
     assert_monotone(curve.points)
     assert curve.asked is not None and curve.asked.budget_bytes == int(0.7 * curve.baseline_peak_bytes)
     assert curve.asked_more is not None and curve.asked_more.budget_bytes == curve.asked.budget_bytes + MORE_BYTES
-    assert curve.bought_by_one_gib == curve.asked.overhead  # the toy needs less than 1 GiB
+    assert curve.asked_more.overhead == 0  # the toy needs less than 1 GiB
     assert_monotone((*curve.points, curve.asked_more))
 
 
@@ -209,9 +202,8 @@ HOST = Host(bytes_per_second=2e9, budget_bytes=2**30)
 
 def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSweep) -> None:
     tracing = traced(toy.study, points=5, host=HOST)
-    search = MethodSweep([RECOMPUTE_ALONE], tracing)
-    search.run()
-    (alone,) = search.methods
+    methods = methods_beside(tracing, [RECOMPUTE_ALONE])
+    (alone,) = methods
     curve = tracing.curve()
     assert_monotone(curve.points)
     step_seconds = sum(cost.seconds for cost in toy.study.costs)
@@ -228,10 +220,10 @@ def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSwe
     assert curve.minimum_feasible_peak_bytes < toy.curve().minimum_feasible_peak_bytes, "recompute cannot reach it"
     assert low.host_bytes and middle.host_bytes and curve.knee is not None
     assert middle.overhead < 0.5 * alone.points[2].overhead
-    report = Answers(curve=curve, methods=search.methods).report()
+    report = Answers(curve=curve, methods=methods).report()
     assert (report["host_budget_bytes"], report["offload_lossy"]) == (HOST.budget_bytes, False)
     assert report["solvers"][0]["name"] == "recompute" and report["points"][0]["host_bytes"] == low.host_bytes
-    lossy = Answers(curve=dataclasses.replace(curve, lossy=True), methods=search.methods)
+    lossy = Answers(curve=dataclasses.replace(curve, lossy=True), methods=methods)
     text = printed(render_what_if, lossy, width=100)
     assert "LOSSY" in text.splitlines()[0] and "may wait in the host's memory" in " ".join(text.split())
 
@@ -244,14 +236,13 @@ def test_a_solver_that_only_recomputes_traces_no_curve_with_offload(toy: CurveSw
 # What is written.
 
 
-def test_csv_and_json_agree(toy: CurveSweep) -> None:
+def test_json_has_every_field_of_the_points(toy: CurveSweep) -> None:
     curve = toy.curve()
     report = json.loads(json.dumps(Answers(curve=curve).report(), allow_nan=False))
-    rows = list(csv.DictReader(io.StringIO(csv_text(curve))))
-    assert list(rows[0]) == [
+    assert report["points"] == [dataclasses.asdict(point) for point in curve.points]
+    assert list(report["points"][0]) == [
         "budget_bytes", "predicted_peak_bytes", "overhead", "lower_bound_overhead", "solver", "status", "host_bytes",
     ]  # fmt: skip
-    assert [{key: str(value) for key, value in point.items()} for point in report["points"]] == rows
     assert report["knee_budget_bytes"] in [point["budget_bytes"] for point in report["points"]]
 
 
@@ -282,20 +273,6 @@ def fixed_curve() -> TradeOffCurve:
     )  # fmt: skip
 
 
-def test_pictures_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("curve.png", "curve.svg"):
-        curve_chart.check_picture(str(tmp_path / name))
-        curve_chart.write_picture(str(tmp_path / name), fixed_curve())
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert ElementTree.parse(tmp_path / "curve.svg").getroot().tag.endswith("svg")
-    with pytest.raises(UsageError, match=r"ends in \.png or \.svg"):
-        curve_chart.check_picture(str(tmp_path / "curve.pdf"))
-    monkeypatch.setattr(curve_chart, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"checkpoint-planner\[plot\]"):
-        curve_chart.check_picture(str(tmp_path / "curve.png"))
-
-
 # Other axes.
 
 
@@ -315,26 +292,24 @@ def sized(unit_bytes: int = 2**20) -> Callable[[int], Study]:
     return study_at
 
 
-def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int, step: int = 1) -> SizeSearch:
+def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int, step: int = 1) -> SizeAxis:
     """Look for the largest size."""
-    search = SizeSearch(
+    return SizeSearch(
         sizes=parse_sizes(text, what="batch sizes"),
         study_at=study_at,
-        axis_so_far=SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes),
+        axis=SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes),
         search=Search(time_limit_seconds=0.2, deterministic=True),
         step=step,
-    )
-    search.run()
-    return search
+    ).run()
 
 
 def test_the_largest_batch_is_found_with_few_captures() -> None:
     study_at = sized()
     whole = study_at(21).problem("70%").budget_bytes + 100 * 2**20
     study_at.asked.clear()
-    axis = search_sizes("1..64", study_at, whole).axis_so_far
+    axis = search_sizes("1..64", study_at, whole)
     largest = axis.largest
-    assert largest is not None and axis.is_complete
+    assert largest is not None
     rows = {row.size: row for row in axis.rows}
     assert largest.size + 1 in rows and not rows[largest.size + 1].outcome.fits, "the next one was tried"
     assert study_at.asked[:7] == [1, 2, 4, 8, 16, 32, 64]
@@ -372,7 +347,7 @@ def test_the_largest_size_is_closed_in_on_where_needs_do_not_follow_a_line(
         return Outcome(status="", minimum_feasible_peak_bytes=need, predicted_peak_bytes=need if fits else None)
 
     monkeypatch.setattr(sizes, "ask", answer)
-    axis = search_sizes(text, lambda size: size, int(39.2e9)).axis_so_far  # type: ignore[arg-type, return-value]
+    axis = search_sizes(text, lambda size: size, int(39.2e9))  # type: ignore[arg-type, return-value])
     assert axis.largest is not None and axis.largest.size == largest and len(asked) == len(set(asked))
     assert {largest, largest + 1} <= set(asked)
     assert len(asked) - asked.index(parse_sizes(text, what="").values[-1]) - 1 <= most
@@ -382,7 +357,7 @@ def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fail
     study_at = sized()
     budget = study_at(5).problem("100%").budget_bytes + 100 * 2**20
     study_at.asked.clear()
-    axis = search_sizes("2,4,30,40", study_at, budget).axis_so_far
+    axis = search_sizes("2,4,30,40", study_at, budget)
     assert study_at.asked == [2, 4, 30] and axis.largest.size == 4 and not axis.rows[-1].outcome.fits
 
 
@@ -413,30 +388,28 @@ OF_PLANS = {f.name: f.name for f in dataclasses.fields(Outcome)} | {"predicted_p
 def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
     study_at = sized()
     budget = study_at(40).problem("100%").budget_bytes + 100 * 2**20
-    axis = search_sizes("8..64", study_at, budget, step=8).axis_so_far
+    axis = search_sizes("8..64", study_at, budget, step=8)
     assert all(row.size % 8 == 0 for row in axis.rows) and axis.largest.size % 8 == 0
-    none = search_sizes("8..64", study_at, 101 * 2**20).axis_so_far
+    none = search_sizes("8..64", study_at, 101 * 2**20)
     assert none.largest is None and none.best is None and len(none.rows) == 1
 
 
 def test_devices_fit_or_not() -> None:
     study = study_of(*transformer(3, unit_bytes=2**27))
-    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, Search(time_limit_seconds=1.0), Offload(False))
-    search.run()
-    for row in search.rows:
+    search = Search(time_limit_seconds=1.0)
+    for row in on_devices(["rtx-4090", "h100"], lambda name: study, search, Offload(False)):
         report = row.report()
         assert report["overhead"] == row.outcome.overhead
         assert row.outcome.fits == (row.outcome.predicted_peak_bytes is not None)
         if row.memory_bytes >= row.baseline_peak_bytes:
             assert row.outcome.overhead == 0.0
     with pytest.raises(UsageError, match="did you mean h100"):
-        DeviceSearch(["h10"], lambda name: study, QUICK, Offload(False))
+        on_devices(["h10"], lambda name: study, QUICK, Offload(False))
 
 
 def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
-    search = MethodSweep(["auto", "sqrt", "every-layer", "every-2"], toy)
-    search.run()
-    methods = {method.name: method.points for method in search.methods}
+    found = methods_beside(toy, ["auto", "sqrt", "every-layer", "every-2"])
+    methods = {method.name: method.points for method in found}
     curve = toy.curve()
     assert methods["auto"] == curve.points
     assert [point.budget_bytes for point in methods["sqrt"]] == [point.budget_bytes for point in curve.points]
@@ -446,7 +419,7 @@ def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
     (every,), (second,) = methods["every-layer"], methods["every-2"]
     assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
     with pytest.raises(UsageError, match="did you mean every-layer"):
-        MethodSweep(["every-layers"], toy)
+        methods_beside(toy, ["every-layers"])
 
 
 def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
@@ -460,9 +433,7 @@ def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
         yield every
         raise PlannerError("that is all")
 
-    search = MethodSweep(["pytorch"], toy, decided)
-    search.run()
-    (method,) = search.methods
+    (method,) = methods_beside(toy, ["pytorch"], decided)
     step_seconds = sum(cost.seconds for cost in toy.study.costs)
     again = simulate(graph, toy.study.costs, every)
     assert [point.overhead for point in method.points] == [again.recompute_seconds / step_seconds, 0.0]
@@ -531,8 +502,7 @@ def test_budgets_of_both_kinds_are_compared_once_the_peak_is_known() -> None:
         (["--solvers", "ilps"], "did you mean"),
         (["--solver", "magic"], "no solver"),
         (["--json", "no/such/place.json"], "no directory"),
-        (["--csv", "no/such/place.csv"], "no directory"),
-        (["--plot", "curve.gif"], "ends in"),
+        (["--html", "no/such/place.html"], "no directory"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_captured(
@@ -571,45 +541,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN, encoding="utf-8")
     curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "2"]
-    code = cli.main([*curve, "--batch-sizes", "64,96", "--csv", "curve.csv", "--html", "curve.html", "--json", "-"])
+    code = cli.main([*curve, "--batch-sizes", "64,96", "--html", "curve.html", "--json", "-"])
     output = capsys.readouterr()
     assert code == 0, output.err
     report = json.loads(output.out)
-    assert len(report["points"]) == 4 and not report["interrupted"] and report["is_complete"]
+    assert len(report["points"]) == 4 and report["is_complete"]
     assert report["asked"]["budget_bytes"] == int(0.8 * report["baseline"]["peak_bytes"])
-    assert len(Path("curve.csv").read_text(encoding="utf-8").splitlines()) == 5
     page = Path("curve.html").read_text(encoding="utf-8")
     assert [int(b) for b in re.findall(r'data-budget="(\d+)"', page)] == [p["budget_bytes"] for p in report["points"]]
     assert "Other batch sizes" in page and "http:" not in page and "https:" not in page
     rows = report["batch_sizes"]["rows"]
     assert rows[0]["size"] == 64 and report["batch_sizes"]["unit"] == "samples"
-
-
-@pytest.mark.parametrize("lost", [None, "nothing", "another"])
-def test_an_interrupt_keeps_what_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str | None
-) -> None:
-    """The signal itself arrives while the fourth of eight points is solved, perhaps where a library loses it."""
-    study = study_of(*transformer(3))
-    monkeypatch.setattr("planner.commands.what_if._Asking.study", lambda self, **_: study)
-    solve, done = CurveSweep._solve, []
-
-    def counted(self: CurveSweep, *args: Any) -> None:
-        done.append(None)
-        if len(done) == 4:
-            with nullcontext() if lost is None else suppress(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-            if lost == "another":
-                raise TypeError("incompatible function arguments")
-        solve(self, *args)
-
-    monkeypatch.setattr(CurveSweep, "_solve", counted)
-    place = tmp_path / "curve.json"
-    asked = ["what-if", "minigpt", "--points", "8", "--time-limit", "4", "--budget", "80%", "--devices", "h100"]
-    assert cli.main([*asked, "--json", str(place)]) == 130
-    output = capsys.readouterr()
-    report = json.loads(place.read_text(encoding="utf-8"))
-    assert report["interrupted"] and not report["is_complete"]
-    assert report["asked"] and len(report["points"]) == (2 if lost == "nothing" else 1)
-    assert report["points"][-1]["overhead"] == 0.0
-    assert "Interrupted" in output.out and "interrupted" in output.err and report["devices"] == []

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,14 +20,11 @@ import pytest
 import torch
 
 import cli
-import cost_models
 import planner
 from planner.commands import _asked
-from planner.common import cache_folder
 from planner.errors import CaptureError
 from planner.plans import planning
 from planner.plans.plan import Plan, Verification
-from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -171,28 +167,6 @@ def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     assert json.loads(run(*PLAN, "--budget", "1", "--json", "-").out)["status"] == "infeasible"
 
 
-def test_a_plan_without_a_budget_suggests_three(
-    run: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
-    study = study_of(GRAPH, COSTS)
-    spec = dataclasses.replace(cost_models.device("cpu"), memory_bytes=study.whole_bytes * 9 // 10)
-    study = dataclasses.replace(study, device=spec)
-    monkeypatch.setattr(planner, "study", lambda *_, **__: study, raising=False)
-    found = run("plan", "minigpt", "--time-limit", "0.5")
-    found.assert_error(2, "--budget SIZE")
-    assert found.out.startswith("NO BUDGET GIVEN · the model's own step takes ")
-    rows = re.findall(r"^(fits \S+|the knee|the smallest) +([\d.]+) MiB  +\+([\d.]+)%$", found.out, re.MULTILINE)
-    assert [name for name, *_ in rows] == ["fits toy-device", "the knee", "the smallest"]
-    assert float(rows[0][1]) * 2**20 <= spec.memory_bytes and float(rows[2][2]) == max(
-        float(percent) for *_, percent in rows
-    )
-    for line in found.out.splitlines()[-3:]:
-        assert run(*shlex.split(line)[1:]).out.startswith("FITS ")
-    report = json.loads(run("plan", "minigpt", "--time-limit", "0.5", "--json", "-").out)
-    assert len(report["suggested_budgets"]) == 3
-
-
 def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
     api.fails = CaptureError("model.py:3: .item() makes the graph depend on data;\n keep it a tensor")
     run(*PLAN, "--budget", "65%").assert_error(4, "model.py:3", "keep it a tensor")
@@ -204,6 +178,7 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
         ((), ("COMMAND",)),
         (("plna",), ("plna",)),
         (("plan",), ("name one model",)),
+        (("plan", "minigpt"), ("--budget", "what-if minigpt")),
         (("verify", "minigpt"), ("--budget",)),
         (("plan", "--budget", "1GiB"), ("name one model",)),
         (("plan", "minigpt", "--model", "a.py:f", "--budget", "1GiB"), ("name one model",)),
@@ -236,14 +211,12 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     assert found.out == ""
 
 
-def test_the_report_as_page_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
-    page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
-    done = run("plan", "minigpt", "--budget", "80%", "--html", str(page), "--memory-viz", str(snapshot))
-    assert done.code == 0
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
+def test_the_report_as_page(run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert run("plan", "minigpt", "--budget", "80%", "--html", str(page)).code == 0
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     nowhere = str(tmp_path / "missing" / "file")
-    for option in ("--html", "--memory-viz"):
-        run("plan", "minigpt", "--budget", "80%", option, nowhere).assert_error(2, "cannot write")
+    run("plan", "minigpt", "--budget", "80%", "--html", nowhere).assert_error(2, "cannot write")
 
 
 def test_a_truncated_plan_file(run: Any, tmp_path: Path) -> None:

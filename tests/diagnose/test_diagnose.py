@@ -92,18 +92,6 @@ class Counting(nn.Module):
         return x * self.scale
 
 
-class Tied(nn.Module):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        self.last.weight = self.first.weight
-        self.region = Region(nn.Tanh(), self.last, use_reentrant=use_reentrant)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.region(self.first(x)).float().square().mean()
-
-
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -112,16 +100,6 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x).mean()
         return y if y > 0 else -y
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x).view(1, 2, 16, 12).chunk(3, dim=-1)
-        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Classifying(nn.Module):
@@ -201,7 +179,6 @@ Example = Callable[[], nn.Module]
 TOKENS = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": torch.zeros(2, 8, dtype=torch.int64)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-dominates": {"optimizer": "adamw"},
-    "loss-outside": {"loss_fn": lambda output: output.square().mean() if output.dim() else output},
     "use-cache": {"inputs": TOKENS},
 }
 """What a rule's two examples are checked with, beside an input of 16 rows."""
@@ -231,11 +208,6 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(linear(), Region(linear(), Region(linear()))),
         lambda: Trained(linear(), Region(linear()), Region(linear())),
     ),
-    "nothing-to-save": (
-        lambda: Trained(Region(frozen(linear())), linear()),
-        lambda: Trained(linear(), Region(frozen(linear()))),
-    ),
-    "tied-weights-under-autocast": (lambda: Tied(use_reentrant=True), lambda: Tied(use_reentrant=False)),
     "checkpointing-already-on": (lambda: Trained(linear(), Region(linear())), lambda: Trained(linear())),
     "not-captured": (Branching, lambda: Trained(linear())),
     "full-backward-hooks": (hooked, lambda: Trained(linear())),
@@ -245,11 +217,8 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: data_parallel(find_unused_parameters=False),
     ),
     "sharded-inside-checkpoint": (lambda: sharded(checkpointed=True), lambda: sharded(checkpointed=False)),
-    "sharded-before-planning": (lambda: sharded(checkpointed=False), lambda: Trained(linear())),
     "loss-not-counted": (lambda: nn.Sequential(linear()), lambda: Trained(linear())),
-    "loss-outside": (lambda: nn.Sequential(linear()), lambda: Trained(linear())),
     "batch-norm": (lambda: Trained(linear(), nn.BatchNorm1d(8)), lambda: Trained(linear(), nn.BatchNorm1d(8)).eval()),
-    "frozen-region": (lambda: Trained(frozen(linear()), linear()), lambda: Trained(linear(), linear())),
     "not-followed": (Branching, lambda: Trained(linear())),
     "static-dominates": (
         lambda: Trained(frozen(nn.Sequential(nn.Linear(8, 500), nn.Linear(500, 500), nn.Linear(500, 8))), linear()),
@@ -264,8 +233,6 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(nn.Linear(8, 2000, bias=False), nn.AvgPool1d(2000)),
         lambda: Trained(*(nn.Sequential(linear(), nn.GELU()) for _ in range(6))),
     ),
-    "attention-is-cheap-to-save": (lambda: Trained(Attending()), lambda: Trained(linear())),
-    "routing": (lambda: Trained(Routed()), lambda: Trained(linear())),
 }
 """For each rule a model on which it fires, and a near one on which it does not."""
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import planner
-from planner.common.options import grouped
 from planner.report import progress
 from planner.session.capture_progress import log_progress
 from tests.models import Stack
@@ -52,23 +51,6 @@ def test_a_step_that_keeps_its_promise_is_what_was_promised() -> None:
     planner.unwrap(model)
     with pytest.raises(planner.errors.UsageError, match="not wrapped"):
         planner.status(model)
-
-
-@pytest.mark.parametrize("runtime", ["auto", "modules", "regional"])
-def test_the_sizes_that_each_plan_covers_are_named(runtime: str) -> None:
-    model = planner.auto_wrap(Stack(6), **grouped(activation_budget="1MiB", time_limit_seconds=1.0, runtime=runtime))
-    plans = {}
-    for rows in (200, 64, 90, 300, 64):
-        model(torch.randn(rows, 32)).backward()
-        plans[rows] = planner.plan_of(model)
-    status = planner.status(model)
-    assert sorted(plan.fingerprint["inputs"] for one in status.sizes for plan in one.plans) == sorted(
-        f"({rows}, 32) float32" for rows in plans
-    )
-    smallest, *_, largest = status.sizes
-    assert smallest.inputs == "(64, 32) float32 to (90, 32) float32" and smallest.overhead == pytest.approx(0, abs=1e-3)
-    assert largest.plans[-1] == plans[300] and largest.peak_bytes >= plans[300].peak_bytes
-    assert re.search(r"^\(64, 32\) float32 to \(90, 32\) float32 +2 .*%$", str(status), re.MULTILINE)
 
 
 def test_a_profiler_of_ones_own_is_not_in_the_way() -> None:

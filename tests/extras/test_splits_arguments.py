@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import shlex
 
-from planner.extras.splits.best import split_arguments
+from planner.extras.splits.arguments import split_arguments
 from planner.extras.splits.types import FSDP2, FSDP2_KEPT, OPTIMIZER, REPLICATED, Estimate, Mixed, Split
 from tests.extras.test_splits_search import model, question
 
 
 def estimate(split: Split, *stages: Mixed) -> Estimate:
     return Estimate(
-        split=split, seconds={"compute": 1.0}, peak_bytes=1, memory={}, stages=stages, tokens=1, gpus=16, fits=True
+        split=split,
+        seconds={"compute": 1.0},
+        peak_bytes=1,
+        memory_bytes={},
+        stages=stages,
+        tokens=1,
+        gpus=16,
+        fits=True,
     )
 
 

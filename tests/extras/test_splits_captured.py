@@ -14,10 +14,9 @@ from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
 from planner.extras.pipelines import plan_pipeline
 from planner.extras.splits import best_splits
-from planner.extras.splits.best import deeper
 from planner.extras.splits.captured_table import split_table
 from planner.extras.splits.estimate import Estimator
-from planner.extras.splits.table import FULL, KEEP, ModelTable, is_uniform
+from planner.extras.splits.table import FULL, KEEP, ModelTable
 from planner.extras.splits.types import FSDP2, REPLICATED, Question, Split, links_of
 from planner.session.step import Options
 
@@ -32,11 +31,17 @@ def table_of(name: str, *, length: int = 64, layers: int = 3, optimizer: str = "
     return split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=length)
 
 
+def parameter_bytes(table: ModelTable) -> int:
+    """Return those of all layers."""
+    ends = table.first.parameter_bytes + table.last.parameter_bytes - table.tied_bytes
+    return ends + sum(table.kinds[kind].parameter_bytes for kind in table.row)
+
+
 def test_a_table_counts_what_the_model_has() -> None:
     table = table_of("llama-7b", layers=3)
     loaded = zoo.build("llama-7b", batch_size=1, seq_len=64, layers=3, dtype="bfloat16", fake_mode=fake_mode())
-    assert table.parameter_bytes == sum(2 * parameter.numel() for parameter in loaded.model.parameters())
-    assert is_uniform(table) and table.tensor_degrees == (1, 2, 4, 8, 16, 32)
+    assert parameter_bytes(table) == sum(2 * parameter.numel() for parameter in loaded.model.parameters())
+    assert table.is_uniform and table.tensor_degrees == (1, 2, 4, 8, 16, 32)
     kind = table.kinds[-1]
     assert kind.gradient_bytes == kind.parameter_bytes
     assert kind.optimizer_bytes == 6 * kind.parameter_bytes  # two moments and a copy, of 4 bytes for 2
@@ -50,16 +55,16 @@ def test_a_table_counts_what_the_model_has() -> None:
 
 
 def test_more_layers_are_like_those_that_were_captured() -> None:
-    few, more = deeper(table_of("llama-7b", layers=3), 5), table_of("llama-7b", layers=5)
-    assert few.row == more.row and few.parameter_bytes == more.parameter_bytes
+    few, more = table_of("llama-7b", layers=3).deeper(5), table_of("llama-7b", layers=5)
+    assert few.row == more.row and parameter_bytes(few) == parameter_bytes(more)
     assert few.kinds == more.kinds and (few.first, few.last) == (more.first, more.last)
 
 
 def test_layers_that_differ_are_not_taken_for_alike() -> None:
     table = table_of("t5-base", layers=2)
-    assert not is_uniform(table)
+    assert not table.is_uniform
     with pytest.raises(UsageError, match="not alike"):
-        deeper(table, 26)
+        table.deeper(26)
 
 
 def test_layers_are_shared_only_where_their_heads_can_be() -> None:
@@ -78,7 +83,7 @@ def test_experts_are_found_by_their_stacked_weights() -> None:
 def test_tied_weights_are_counted_once() -> None:
     table = table_of("gpt2", layers=2)
     loaded = zoo.build("gpt2", batch_size=1, seq_len=64, layers=2, dtype="bfloat16", fake_mode=fake_mode())
-    assert table.tied_bytes and table.parameter_bytes == sum(2 * p.numel() for p in loaded.model.parameters())
+    assert table.tied_bytes and parameter_bytes(table) == sum(2 * p.numel() for p in loaded.model.parameters())
 
 
 def test_estimates_are_near_what_the_planner_itself_finds() -> None:
@@ -89,8 +94,7 @@ def test_estimates_are_near_what_the_planner_itself_finds() -> None:
         gpus=8,
         global_batch=128,
         device="h100",
-        optimizer="adamw",
-        master_weights=True,
+        training=Training("adamw", master_weights=True),
         engines=("torchtitan",),
         top=20,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 import planner
 from cost_models.measured import Measurement
 from planner.capture import fake_mode
-from planner.commands import commands
 from planner.common import cache_folder
 from planner.common.options import grouped
 from planner.measure import costing, devices, profiling, timing_cache, workspace
@@ -160,16 +157,6 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypat
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "file"))
     timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
     assert timing_cache.find("here") == {}
-
-
-def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
-    assert json.loads(next(folder.glob("*.json")).read_text())["place"] == "here"
-    for clear in (False, True, False):
-        (cache,) = (command for command in commands() if command.name == "cache")
-        cache.run(argparse.Namespace(clear=clear))
-    shown, removed, empty = capsys.readouterr().out.splitlines()
-    assert "of measured times, kept in" in shown and "removed from" in removed and "and 0 B of measured" in empty
 
 
 def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(calls: Any) -> None:

@@ -1,17 +1,14 @@
-"""What a plan says of its step over time and of its peak: held against the simulator, and as a memory snapshot."""
+"""What a plan says of its step over time and of its peak: held against the simulator."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
-from pathlib import Path
 
 import pytest
 
-from planner.errors import PlanFileError, UsageError
+from planner.errors import PlanFileError
 from planner.ir.host import Host
-from planner.plans import memory_viz
 from planner.plans.plan import AliveTensors, Plan
 from planner.plans.step_details import MOST_POINTS
 from tests.example_graphs import transformer
@@ -86,7 +83,6 @@ def test_one_more_gib_never_costs_more() -> None:
 def test_details_are_kept_in_the_file_and_held_to_the_plan(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan and read.details == plan.details
-    assert read.details is not None and not read.details.allocations
     for change, message in (
         (lambda details: details["timeline"]["after"]["points"].clear() or
          details["timeline"]["after"]["points"].append(plan_point()), "peaks at 1"),
@@ -109,40 +105,3 @@ def test_the_same_plan_comes_out_every_time() -> None:
     assert plans[0].details == plans[1].details
     first, second = ([dataclasses.replace(row, seconds=0.0) for row in plan.baselines] for plan in plans)
     assert first == second
-
-
-# As a memory snapshot.
-
-
-def test_the_snapshot_rises_to_the_peak_and_falls_to_what_is_left(plan: Plan, tmp_path: Path) -> None:
-    memory_viz.save(plan, tmp_path / "step.pickle")
-    snapshot = pickle.loads((tmp_path / "step.pickle").read_bytes())
-    (trace,), (segment,) = snapshot["device_traces"], snapshot["segments"]
-    live = {block["address"]: block["size"] for block in segment["blocks"][: len(plan.static_bytes)]}
-    assert sum(live.values()) == plan.total_static_bytes
-    peak_bytes = 0
-    for event in trace:
-        if event["action"] == "alloc":
-            start, end = event["addr"], event["addr"] + event["size"]
-            assert all(end <= at or at + size <= start for at, size in live.items()), "memory is handed out twice"
-            live[event["addr"]] = event["size"]
-        elif event["action"] == "free_completed":
-            assert live.pop(event["addr"]) == event["size"]
-        peak_bytes = max(peak_bytes, sum(live.values()))
-    assert peak_bytes == plan.peak_bytes
-    left = {block["address"]: block["size"] for block in segment["blocks"] if block["state"] == "active_allocated"}
-    assert left == live and segment["allocated_size"] == sum(live.values())
-    assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"] >= plan.peak_bytes
-
-
-def test_torch_reads_the_snapshot(plan: Plan) -> None:
-    viewer = pytest.importorskip("torch.cuda._memory_viz")
-    snapshot = memory_viz.snapshot(plan)
-    assert "segments: 1" in viewer.segsum(snapshot)
-    assert "seg_0" in viewer.trace(snapshot)
-    assert "MemoryViz" in viewer.trace_plot(snapshot) and "MemoryViz" in viewer.segment_plot(snapshot)
-
-
-def test_a_plan_from_a_file_does_not_know_its_allocations(plan: Plan) -> None:
-    with pytest.raises(UsageError, match="allocations"):
-        memory_viz.snapshot(Plan.from_json(plan.to_json()))

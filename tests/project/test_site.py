@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 SITE = runpy.run_path(str(ROOT / "docs" / "build_site.py"))
 EXPLAINED = ("CaptureError", "ForwardError", "UnsupportedModelError", "RuntimeUnsupportedError", "PlanMismatchError",
              "ProfileMismatchError", "InfeasibleBudgetError", "HostBudgetError", "NoPlanFitsError",
-             "NoPipelineFitsError", "CannotExpressError", "SolverUnavailableError", "ClaimMismatchError",
+             "CannotExpressError", "SolverUnavailableError", "ClaimMismatchError",
              "PlannerError")  # fmt: skip
 """Errors of which each message is on the page; a UsageError says itself what to change."""
 

@@ -40,7 +40,7 @@ def infeasible(console: Console) -> None:
 
 
 def what_if(console: Console) -> None:
-    render_what_if(Answers(curve=fixed_curve(), interrupted=True), console)
+    render_what_if(Answers(curve=fixed_curve()), console)
 
 
 REPORTS: dict[str, tuple[Callable[[Console], object], tuple[int, ...]]] = {

@@ -16,7 +16,6 @@ from planner.analysis.trade_off.answers import Answers
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.common.options import Search
 from planner.common.units import format_bytes
-from planner.exporters._export import Export, Figures, Label
 from planner.plans.plan import ComparisonRow, Plan
 from planner.report.page import to_html
 from planner.report.page.what_if import what_if_page
@@ -232,38 +231,6 @@ def test_the_page_of_a_what_if_holds_the_plan_of_every_point(answers: Answers) -
         assert f"planner.auto_wrap(model, budget={plan.budget_bytes})" in text
     assert text.count(">your budget<") == 3  # a card, the legend, the row
     parsed(what_if_page(dataclasses.replace(answers, plans=())))
-
-
-def test_the_chosen_point_shows_its_exports(browser: Any, answers: Answers, tmp_path: Path) -> None:
-    figures = Figures(peak_bytes=1, overhead=0.0)
-    exports = {
-        plan.budget_bytes: [
-            Export(
-                target=target,
-                model="toy",
-                label=Label.APPROXIMATE,
-                reason="",
-                text=f"{target} {number} {HOSTILE}",
-                budget_bytes=plan.budget_bytes,
-                plan=figures,
-                predicted=figures,
-            )
-            for target in ("fsdp", "jax")
-        ]
-        for number, plan in enumerate(answers.plans[1:], 1)
-    }
-    page = opened(browser, what_if_page(answers, exports), tmp_path, width=390)
-    page.click("#exports summary")
-    page.click("#points tr[data-row='1']")
-    assert page.inner_text("#export").startswith("fsdp 1 ")
-    page.select_option("#target", "jax")
-    assert page.inner_text("#export").startswith("jax 1 ") and HOSTILE in page.inner_text("#export")
-    page.click("#points tr[data-row='2']")
-    assert page.inner_text("#export").startswith("jax 2 ")
-    page.click("#points tr[data-row='0']")
-    assert page.inner_text("#export").startswith("not made for this budget")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.title() != "taken" and page.wrong == []
 
 
 def test_names_in_the_page_of_a_what_if_stay_names(answers: Answers) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.analysis.trade_off.answers import MethodSweep
+from planner.analysis.trade_off.answers import methods_beside
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
@@ -247,9 +247,7 @@ def test_other_ways_beside_such_a_curve() -> None:
     step = planner.study(Stack(), rows(), runtime="modules")
     tracing = CurveSweep(step, Search(time_limit_seconds=2.0), points=2, host=step.host("1GiB", 1024))
     tracing.run()
-    methods = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing)
-    methods.run()
-    every, second, chunked, alone = methods.methods
+    every, second, chunked, alone = methods_beside(tracing, ["every-layer", "every-2", "chunked", "recompute"])
     layers = [region for region in step.regions if region.module.count(".") == 1]
     found = simulate(step.graph, step.costs, schedule_of(step.graph, layers))
     assert every.points[0].predicted_peak_bytes == found.peak_bytes + step.graph.total_static_bytes
@@ -258,7 +256,7 @@ def test_other_ways_beside_such_a_curve() -> None:
     assert len(alone.points) == 2 and not any(point.host_bytes for point in alone.points)
     for name in ("ilp", "pytorch"):
         with pytest.raises(UsageError, match="decides on a whole graph"):
-            MethodSweep([name], tracing)
+            methods_beside(tracing, [name])
 
 
 def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:

@@ -89,7 +89,7 @@ def test_what_capture_makes_larger_is_named() -> None:
 
 def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Thrifty(), torch.randn(1024, 64)
-    asked = {"example_inputs": x, "budget": "100%", "time_limit_seconds": 1.0}
+    asked = {"inputs": x, "budget": "100%", "time_limit_seconds": 1.0}
     chosen = planner.plan(model, **grouped(**asked))
     captured, eager = (planner.plan(model, **grouped(runtime=name, **asked)) for name in ("graph", "modules"))
     assert chosen.step_seconds == min(captured.step_seconds, eager.step_seconds)

@@ -83,7 +83,7 @@ def test_a_name_nearby_is_suggested(runtime: str) -> None:
         (planner.audit, {"current": "none"}),
     ):
         with pytest.raises(UsageError, match="did you mean 'chain-dp'"):
-            asked(Perceptrons(), rows(), runtime=runtime, solver="chian-dp", **options)
+            asked(Perceptrons(), rows(), runtime=runtime, search="chian-dp", **options)
 
 
 @pytest.mark.parametrize(

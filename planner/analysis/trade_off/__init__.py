@@ -2,5 +2,4 @@
 
 ``curve`` traces overhead over budget, ``sizes`` finds the largest batch that fits and the one that trains most a
 second, ``accelerators`` asks devices, ``methods`` sets solvers and what people do without one on the same axes.
-Everything can be interrupted: what is done by then is kept.
 """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import solvers, strategies
@@ -60,60 +58,53 @@ def is_strategy(name: str) -> bool:
     return name not in solvers.names() and strategies.find(name) is not None
 
 
-class MethodSweep:
-    """Ways in the making, on the budgets and under the bounds of a curve; what is done can be asked for at any time.
+def methods_beside(
+    curve: CurveSweep,
+    names: Sequence[str],
+    pytorch: Callable[[], Iterable[Schedule]] | None = None,
+    count: Count = lambda done, total: None,
+) -> tuple[Method, ...]:
+    """Return ways on the budgets and under the bounds of a curve, each solver for as long as the curve's.
 
-    Each solver has as long as the curve's. ``pytorch`` gives what PyTorch's partitioner decides on the graph of the
-    same step, one schedule after the other.
+    ``pytorch`` gives what PyTorch's partitioner decides on the graph of the same step.
     """
+    check(names, curve.study.origin.runtime)
+    return tuple(
+        _pytorch(curve, pytorch) if name == PYTORCH else _method(curve, name, count) for name in dict.fromkeys(names)
+    )
 
-    def __init__(
-        self, names: Sequence[str], curve: CurveSweep, pytorch: Callable[[], Iterable[Schedule]] | None = None
-    ) -> None:
-        check(names, curve.study.origin.runtime)
-        self.names = tuple(dict.fromkeys(names))
-        self.curve = curve
-        self.pytorch = pytorch
-        self.methods: tuple[Method, ...] = ()
 
-    def run(self, count: Count = lambda done, total: None) -> None:
-        """Find every method's points."""
-        for name in self.names:
-            before = self.methods
-            for method in self._pytorch() if name == PYTORCH else [self._at_once(name, count)]:
-                self.methods = (*before, method)
-
-    def _at_once(self, name: str, count: Count) -> Method:
-        """Return a strategy's point, or a solver's points; these with offload if the curve is, and the solver can."""
-        curve = self.curve
-        if is_strategy(name):
-            try:
-                return Method(name=name, points=(point_of(curve.study, curve.study.strategy(name), name),))
-            except UsageError as error:
-                return Method(name=name, points=(), reason=str(error))
-        if name == curve.search.solver:
-            return Method(name=name, points=curve.curve().points)
-        alone = name == RECOMPUTE_ALONE
-        host = None if alone or not solvers.get(name).offloads else curve.host
-        search = replace(curve.search.under(name), solver=AutoSolver.name if alone else name)
-        sweep = CurveSweep(curve.study, search, known=curve, host=host)
-        sweep.run(count)
-        return Method(name=name, points=sweep.curve().points)
-
-    def _pytorch(self) -> Iterator[Method]:
-        """Return the method, and again each time that it has another point."""
-        tell = self.curve.search.under(PYTORCH).tell
-        method = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
-        yield method
-        tell("partitioning")
+def _method(curve: CurveSweep, name: str, count: Count) -> Method:
+    """Return a strategy's point, or a solver's points; these with offload if the curve is, and the solver can."""
+    if is_strategy(name):
         try:
-            for schedule in self.pytorch() if self.pytorch else ():
-                points = {*method.points, point_of(self.curve.study, schedule, PYTORCH)}
-                method = replace(method, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
-                yield method
-                tell(f"{len(method.points)} different points")
-        except PlannerError as error:
-            yield replace(method, reason=str(error))
+            return Method(name=name, points=(point_of(curve.study, curve.study.strategy(name), name),))
+        except UsageError as error:
+            return Method(name=name, points=(), reason=str(error))
+    if name == curve.search.solver:
+        return Method(name=name, points=curve.curve().points)
+    alone = name == RECOMPUTE_ALONE
+    host = None if alone or not solvers.get(name).offloads else curve.host
+    search = replace(curve.search.under(name), solver=AutoSolver.name if alone else name)
+    sweep = CurveSweep(curve.study, search, known=curve, host=host)
+    sweep.run(count)
+    return Method(name=name, points=sweep.curve().points)
+
+
+def _pytorch(curve: CurveSweep, schedules: Callable[[], Iterable[Schedule]] | None) -> Method:
+    if schedules is None:
+        return Method(name=PYTORCH, points=(), reason="there is no model to partition")
+    tell = curve.search.under(PYTORCH).tell
+    tell("partitioning")
+    points: set[TradeOffPoint] = set()
+    reason = ""
+    try:
+        for schedule in schedules():
+            points.add(point_of(curve.study, schedule, PYTORCH))
+            tell(f"{len(points)} different points")
+    except PlannerError as error:  # what it decided before that still counts
+        reason = str(error)
+    return Method(name=PYTORCH, points=tuple(sorted(points, key=lambda point: point.budget_bytes)), reason=reason)
 
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
@@ -136,8 +127,6 @@ class Answers:
     curve: TradeOffCurve
     devices: tuple[DeviceRow, ...] = ()
     methods: tuple[Method, ...] = ()
-    interrupted: bool = False
-    """Whether something is missing because the search was interrupted."""
     plans: tuple[Plan, ...] = ()
     """The plan of each point, for who wants to look into it; no part of the report."""
 
@@ -145,18 +134,8 @@ class Answers:
         """Return everything as plain data for JSON."""
         return {
             **self.curve.report(),
-            "interrupted": self.interrupted,
             "batch_sizes": self.curve.batch_sizes.report() if self.curve.batch_sizes else None,
             "seq_lens": self.curve.seq_lens.report() if self.curve.seq_lens else None,
             "devices": [row.report() for row in self.devices],
             "solvers": [method.report() for method in self.methods],
         }
-
-
-def csv_text(curve: TradeOffCurve) -> str:
-    """Return the points of a curve as CSV, one a line; what is unknown is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(TradeOffPoint)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(point) for point in curve.points)
-    return text.getvalue()

@@ -33,14 +33,13 @@ class SizeAxis:
     """Sizes at one budget: those that were planned, in rising order.
 
     ``name`` is ``"batch size"`` or ``"sequence length"``, and ``unit`` what ``per_second`` counts, ``"samples"`` or
-    ``"tokens"``. Once it is complete, the largest size is the largest of all that were asked about.
+    ``"tokens"``.
     """
 
     name: str
     unit: str
     budget_bytes: int
     rows: tuple[SizeRow, ...] = ()
-    is_complete: bool = False
 
     @property
     def largest(self) -> SizeRow | None:
@@ -68,13 +67,12 @@ class SizeAxis:
             ],
             "largest": largest.size if largest else None,
             "best": best.size if best else None,
-            "is_complete": self.is_complete,
         }
 
 
 @dataclass(kw_only=True)
 class SizeSearch:
-    """An axis in the making; what is done can be asked for at any time.
+    """A search along one axis.
 
     Sizes are looked at until one does not fit: no larger one is expected to. If they are dense, the largest that fits
     is then found among those between, to within ``step``. ``study_at`` captures the step at a size, and one of size 1
@@ -83,7 +81,7 @@ class SizeSearch:
 
     sizes: SizeRange
     study_at: Callable[[int], Study]
-    axis_so_far: SizeAxis
+    axis: SizeAxis
     search: Search
     offload: Offload = field(default_factory=lambda: Offload(False))
     units_of_one: int = 1
@@ -102,9 +100,9 @@ class SizeSearch:
         else:
             axis = SizeAxis(name="sequence length", unit="tokens", budget_bytes=budget_bytes)
             more |= {"units_of_one": samples, "step": sizes.coarse_step}
-        return cls(sizes=sizes, axis_so_far=axis, search=for_one_row(search), **more)
+        return cls(sizes=sizes, axis=axis, search=for_one_row(search), **more)
 
-    def run(self) -> None:
+    def run(self) -> SizeAxis:
         """Look at sizes until the largest that fits is known."""
         lower = None
         for size in self.sizes.values:
@@ -113,7 +111,7 @@ class SizeSearch:
                     self._close_in(lower, size)
                 break
             lower = size
-        self.axis_so_far = replace(self.axis_so_far, is_complete=True)
+        return self.axis
 
     def _close_in(self, lower: int, upper: int) -> None:
         """Find the largest size that fits between one that does and one that does not."""
@@ -133,20 +131,20 @@ class SizeSearch:
 
     def _guess(self, lower: int, upper: int) -> int:
         """Say where a line through the smallest budgets of two sizes meets the budget."""
-        needs = {row.size: row.outcome.minimum_feasible_peak_bytes for row in self.axis_so_far.rows}
+        needs = {row.size: row.outcome.minimum_feasible_peak_bytes for row in self.axis.rows}
         rise_bytes = needs[upper] - needs[lower]
         if rise_bytes <= 0:
             return (lower + upper) // 2
-        return lower + int((upper - lower) * (self.axis_so_far.budget_bytes - needs[lower]) / rise_bytes)
+        return lower + int((upper - lower) * (self.axis.budget_bytes - needs[lower]) / rise_bytes)
 
     def _look(self, size: int) -> Outcome:
-        axis = self.axis_so_far
+        axis = self.axis
         search = self.search.under(f"{axis.name} {size}")
         search.tell("capturing forward and backward")
         outcome = ask(self.study_at(size), axis.budget_bytes, search, self.offload)
         per_second = size * self.units_of_one / outcome.step_seconds if outcome.step_seconds else None
         row = SizeRow(size=size, outcome=outcome, per_second=per_second)
-        self.axis_so_far = replace(axis, rows=tuple(sorted((*axis.rows, row), key=lambda row: row.size)))
+        self.axis = replace(axis, rows=tuple(sorted((*axis.rows, row), key=lambda row: row.size)))
         return outcome
 
 
@@ -219,27 +217,21 @@ class DeviceRow:
         return {**attributes(self, "device", "memory_bytes", "baseline_peak_bytes"), **asdict(self.outcome)}
 
 
-class DeviceSearch:
-    """Rows in the making, of devices by name or file, on each of which ``study_on`` captures the step."""
-
-    def __init__(
-        self, names: Sequence[str], study_on: Callable[[str], Study], search: Search, offload: Offload
-    ) -> None:
-        self.devices = {name: find(name) for name in names}
-        self.study_on = study_on
-        self.search, self.offload = search, offload
-        self.rows: tuple[DeviceRow, ...] = ()
-
-    def run(self) -> None:
-        """Capture and plan for each device."""
-        for name, spec in self.devices.items():
-            search = self.search.under(name)
-            search.tell("capturing forward and backward")
-            study = self.study_on(name)
-            row = DeviceRow(
+def on_devices(
+    names: Sequence[str], study_on: Callable[[str], Study], search: Search, offload: Offload
+) -> tuple[DeviceRow, ...]:
+    """Plan for devices by name or file, on each of which ``study_on`` captures the step."""
+    rows = []
+    for name, spec in {name: find(name) for name in names}.items():
+        each = search.under(name)
+        each.tell("capturing forward and backward")
+        study = study_on(name)
+        rows.append(
+            DeviceRow(
                 device=spec.name,
                 memory_bytes=spec.memory_bytes,
                 baseline_peak_bytes=study.problem().budget_bytes + study.graph.total_static_bytes,
-                outcome=ask(study, spec.memory_bytes, search, self.offload),
+                outcome=ask(study, spec.memory_bytes, each, offload),
             )
-            self.rows = (*self.rows, row)
+        )
+    return tuple(rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.analysis.trade_off.axes import SizeAxis
 from planner.common.json_reader import attributes, to_data
-from planner.plans.plan import EagerStep
+from planner.plans.plan import EagerStep, header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +76,11 @@ class TradeOffCurve:
         beside = [self.asked] if self.asked is not None and self.asked.budget_bytes not in known else []
         return tuple(sorted([*self.points, *beside], key=lambda point: point.budget_bytes))
 
-    @property
-    def bought_by_one_gib(self) -> float | None:
-        """How much overhead 1 GiB beyond the budget that was asked about saves; None if that is not known."""
-        if self.asked is None or self.asked_more is None:
-            return None
-        before, after = self.asked.overhead, self.asked_more.overhead
-        return before - after if before is not None and after is not None else None
-
     def report(self) -> dict[str, Any]:
         """Return the curve as plain data for JSON."""
         knee = self.knee
         return {
-            **attributes(self, "model", "device", "cost_model", "torch"),
-            "baseline": {"peak_bytes": self.baseline_peak_bytes, "step_seconds": self.baseline_step_seconds},
+            **header(self),
             "eager": to_data(self.eager),
             **attributes(self, "minimum_feasible_peak_bytes", "proven_minimum_peak_bytes", "points", "is_complete"),
             "knee_budget_bytes": knee.budget_bytes if knee else None,

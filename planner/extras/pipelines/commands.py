@@ -35,14 +35,14 @@ class _Pipeline(AboutModel):
         args.runtime = "graph"
         _asked.check_solving(args)
         from planner.extras.pipelines import plan_pipeline
-        from planner.extras.pipelines.plan import NoPipelineFitsError
         from planner.extras.pipelines.report import render, render_infeasible
+        from planner.plans.plan import NoPlanFitsError
 
         asked |= {"budget": args.budget, "schedule": args.schedule, **_asked.keywords(args, Target, Search, Training)}
         try:
             with _asked.working(args) as (progress, loaded):
                 plan = _asked.ask(plan_pipeline, loaded, progress, **asked)
-        except NoPipelineFitsError as error:
+        except NoPlanFitsError as error:
             hand_out(error.report, args.json, partial(render_infeasible, error.report))
             raise
         hand_out(plan.report(), args.json, partial(render, plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -46,13 +46,13 @@ class LaterHalves:
 
     def take(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
         """Take the halves; the forward gives so many outputs, and then what it saves."""
-        parts = in_two_parts(backward)
+        first, rest, positions = in_two_parts(backward)
         (results,) = backward.graph.output_node().args
         self._results = len(results)  # type: ignore[arg-type]
         # Tokens of operators with effects stand before what has gradients.
         begins = len(forward.graph.find_nodes(op="placeholder")) - self._results
-        self._places = [begins + at for at in parts.positions]
-        self._forward, self._first, self._rest = boxed(forward), boxed(parts.first), boxed(parts.rest)
+        self._places = [begins + at for at in positions]
+        self._forward, self._first, self._rest = boxed(forward), boxed(first), boxed(rest)
         self._parameters: list[weakref.ref[nn.Parameter]] = []
 
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
@@ -82,20 +82,12 @@ class LaterHalves:
                 del gradient
 
 
-class Parts(NamedTuple):
-    """The two graphs of a backward."""
+def in_two_parts(backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
+    """Cut a backward whose last part is marked; see :func:`weights_last`. O(nodes).
 
-    first: fx.GraphModule
-    """Takes what the backward takes. Gives what the backward gives, None in place of what the rest gives, and then what
-    the rest takes."""
-    rest: fx.GraphModule
-    """Gives what the first leaves out."""
-    positions: tuple[int, ...]
-    """Of what the rest gives, among the results of the backward."""
-
-
-def in_two_parts(backward: fx.GraphModule) -> Parts:
-    """Cut a backward whose last part is marked; see :func:`weights_last`. O(nodes)."""
+    The first graph takes what the backward takes. It gives what the backward gives, None in place of what the rest
+    gives, and then what the rest takes. The positions of what the rest gives, among the results, come last.
+    """
     results: Sequence[Any] = backward.graph.output_node().args[0]  # type: ignore[assignment]
     nodes = [node for node in backward.graph.nodes if node.op != "output"]
     late = {node for node in nodes if is_deferred(node)}
@@ -125,9 +117,8 @@ def in_two_parts(backward: fx.GraphModule) -> Parts:
         if node in late:
             copies[node] = rest.node_copy(node, copies.__getitem__)
     rest.output(tuple(copies[node] for node in given))
-    return Parts(
-        fx.GraphModule(backward, first, "PlannedBackward"), fx.GraphModule(backward, rest, "PlannedWeights"), positions
-    )
+    made = fx.GraphModule(backward, first, "PlannedBackward"), fx.GraphModule(backward, rest, "PlannedWeights")
+    return *made, positions
 
 
 def weights_last(joint: JointGraph, parameters: Collection[int]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from planner.common.options import Search
 from planner.common.units import Size, format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
-from planner.extras.pipelines.plan import NoPipelineFitsError, PipelinePlan, StagePlan
+from planner.extras.pipelines.plan import PipelinePlan, StagePlan
 from planner.extras.pipelines.schedules import Load, PipelineSchedule, loads, most_in_flight, passes
 from planner.extras.pipelines.stages import Stage
 from planner.ir.problem import Problem, Solution, confirm
@@ -30,7 +30,7 @@ from planner.ir.simulator import Evaluation, simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.from_solution import plan_from_solution
-from planner.plans.plan import SCHEMA, Plan, PlanOrigin
+from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
 from planner.solvers import get
 from planner.solving.peak_bounds import lowest_schedule
 from planner.solving.segmentations import segmentations
@@ -54,7 +54,7 @@ def make_pipeline_plan(
     """Plan every device of a pipeline, from its chunks and what is resident there.
 
     The budget is for each device; ``"60%"`` is of the highest peak without recompute. The time limit is for each, too.
-    A NoPipelineFitsError says that a stage has no plan, and which smallest budget is known to be enough for all.
+    A NoPlanFitsError says that a stage has no plan, and which smallest budget is known to be enough for all.
     """
     search = search or Search(time_limit_seconds=10.0)
     get(search.solver)
@@ -75,41 +75,12 @@ def make_pipeline_plan(
             stages.append(found)
     if tight:
         worst = max(tight, key=lambda device: device.lowest.peak_bytes)
-        message, report = no_plan_fits(worst, budget_bytes, f"stage {worst.index} of {schedule.stages} binds, ")
-        report |= {
-            "model": name,
-            "pipeline": asdict(schedule),
-            "binding_stage": worst.index,
-            "stages": [
-                {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
-            ],
-        }
-        raise NoPipelineFitsError(
-            message,
-            minimum_feasible_peak_bytes=worst.lowest.peak_bytes,
-            operation=f"stage {worst.index}",
-            report=report,
-        )
+        smallest = [
+            {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
+        ]
+        facts = {"model": name, "pipeline": asdict(schedule), "binding_stage": worst.index, "stages": smallest}
+        raise worst.no_plan_fits(budget_bytes, f"stage {worst.index} of {schedule.stages}", **facts)
     return PipelinePlan(model=name, schedule=schedule, budget_bytes=budget_bytes, stages=tuple(stages))
-
-
-def no_plan_fits(device: Device, budget_bytes: int, where: str = "") -> tuple[str, dict[str, Any]]:
-    """Say that a device has no plan within a budget, and which one is known to be enough, in words and as data."""
-    smallest_bytes, in_flight = device.lowest.peak_bytes, most_in_flight(device.loads)
-    message = (
-        f"no plan was found that fits {format_bytes(budget_bytes)}: {where}"
-        f"with {in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight and "
-        f"{format_bytes(device.static_bytes)} resident; the smallest budget "
-        f"known to be feasible is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes): raise the budget, take more "
-        "stages or smaller micro-batches"
-    )
-    return message, {
-        "schema": SCHEMA,
-        "status": "infeasible",
-        "budget_bytes": budget_bytes,
-        "minimum_feasible_peak_bytes": smallest_bytes,
-        "message": message,
-    }
 
 
 @dataclass(frozen=True)
@@ -138,7 +109,6 @@ class Device:
         self.gradient_bytes = tuple(0 if is_counted else stage.gradient_bytes for stage in self.chunks)
         self.end_bytes = self.static_bytes + sum(self.gradient_bytes) + end_bytes
         self.keep_all = self.hold([Schedule.keep_all(stage.graph) for stage in self.chunks])
-        self.solve_seconds = 0.0
 
     @property
     def optimizer_peak_bytes(self) -> int:
@@ -172,7 +142,7 @@ class Device:
 
         found: tuple[int, ...] = ()
         for phase in range(self.chunks[chunk].phases):
-            here = (load for load in self.loads if load.chunk == chunk and load.is_backward + load.is_rest == phase)
+            here = (load for load in self.loads if load.chunk == chunk and load.phase == phase)
             found += max(map(held, here), key=sum)
         return found
 
@@ -195,67 +165,68 @@ class Device:
             tuple(found.recompute_seconds for found in plain),
         )
 
+    def no_plan_fits(self, budget_bytes: int, where: str, **facts: Any) -> NoPlanFitsError:
+        """Return the error that this device has no plan within a budget, and which budget is known to be enough."""
+        smallest_bytes, in_flight = self.lowest.peak_bytes, most_in_flight(self.loads)
+        message = (
+            f"no plan was found that fits {format_bytes(budget_bytes)}: {where} binds, "
+            f"with {in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight and "
+            f"{format_bytes(self.static_bytes)} resident; the smallest budget "
+            f"known to be feasible is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes): raise the budget, take "
+            "more stages or smaller micro-batches"
+        )
+        report = {
+            "schema": SCHEMA,
+            "status": "infeasible",
+            "budget_bytes": budget_bytes,
+            "minimum_feasible_peak_bytes": smallest_bytes,
+            "message": message,
+            **facts,
+        }
+        return NoPlanFitsError(message, minimum_feasible_peak_bytes=smallest_bytes, operation=where, report=report)
+
     def planned(self, budget_bytes: int, search: Search, origins: Sequence[PlanOrigin]) -> StagePlan | None:
-        """Return the plans of all chunks under one budget, each from its origin; None if none were found."""
-        found = self.solve(budget_bytes, search)
-        if found is None:
-            return None
-        held, bound_seconds = found
+        """Return the cheapest plans found for all chunks under one budget, each from its origin; None if none fit.
+
+        A plan is written out as the device stands while it runs.
+        """
+        begun = time.perf_counter()
+        held, bound_seconds = self.keep_all, (0.0,) * len(self.chunks)
+        if held.peak_bytes > budget_bytes:
+            found = _SplitSearch(self, budget_bytes, search).run()
+            if found is None:
+                return None
+            held, bound_seconds = found
+        solve_seconds = time.perf_counter() - begun
+        around = replace(self.around, has_caching_allocator=False)
+        plans = []
+        for chunk, (stage, schedule) in enumerate(zip(self.chunks, held.schedules, strict=True)):
+            beside_bytes = self.beside(chunk, held.saved_bytes, held.half_done_bytes)
+            problem = stage.problem(budget_bytes - self.static_bytes, beside_bytes)
+            problem = replace(problem, graph=replace(problem.graph, static_bytes=dict(self.around.static_bytes)))
+            kept_bytes = self.beside(chunk, self.keep_all.saved_bytes, self.keep_all.half_done_bytes)
+            solution = Solution(
+                solver=search.solver if held.recompute_seconds[chunk] else "keep all",
+                schedule=schedule,
+                peak_bytes=problem.evaluate(schedule).peak_bytes,
+                recompute_seconds=held.recompute_seconds[chunk],
+                lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
+                solve_seconds=solve_seconds,
+            )
+            plan = plan_from_solution(problem, solution, origin=origins[chunk], static_memory=around, compare=False)
+            made = replace(
+                plan,
+                baseline_peak_bytes=stage.problem(0, kept_bytes).baseline.peak_bytes + self.static_bytes,
+                optimizer_peak_bytes=max(self.optimizer_peak_bytes, self.end_bytes),
+            )
+            plans.append(made)
         return StagePlan(
             index=self.index,
             layers=tuple(stage.layers for stage in self.chunks),
             micro_batches_in_flight=most_in_flight(self.loads),
             saved_bytes=held.saved_bytes,
-            plans=self.plans(held, budget_bytes, bound_seconds, search.solver, origins),
+            plans=tuple(plans),
         )
-
-    def solve(self, budget_bytes: int, search: Search) -> tuple[_Held, tuple[float, ...]] | None:
-        """Return the cheapest schedules found within a budget, and lower bounds, for each chunk; None if none fit."""
-        if self.keep_all.peak_bytes <= budget_bytes:
-            return self.keep_all, (0.0,) * len(self.chunks)
-        if max(self.optimizer_peak_bytes, self.end_bytes) > budget_bytes or self.static_bytes >= budget_bytes:
-            return None
-        begun = time.perf_counter()
-        found = _SplitSearch(self, budget_bytes - self.static_bytes, search).run()
-        self.solve_seconds = time.perf_counter() - begun
-        return found
-
-    def plans(
-        self,
-        held: _Held,
-        budget_bytes: int,
-        bound_seconds: Sequence[float],
-        solver: str,
-        origins: Sequence[PlanOrigin],
-    ) -> tuple[Plan, ...]:
-        """Write out a plan for each chunk, as the device stands while it runs."""
-        around = replace(self.around, has_caching_allocator=False)
-        made = []
-        for chunk, (stage, schedule) in enumerate(zip(self.chunks, held.schedules, strict=True)):
-            problem = stage.problem(
-                budget_bytes - self.static_bytes, self.beside(chunk, held.saved_bytes, held.half_done_bytes)
-            )
-            problem = replace(problem, graph=replace(problem.graph, static_bytes=dict(self.around.static_bytes)))
-            kept = self.beside(chunk, self.keep_all.saved_bytes, self.keep_all.half_done_bytes)
-            unplanned = stage.problem(0, kept).baseline
-            solution = Solution(
-                solver=solver if held.recompute_seconds[chunk] else "keep all",
-                schedule=schedule,
-                peak_bytes=problem.evaluate(schedule).peak_bytes,
-                recompute_seconds=held.recompute_seconds[chunk],
-                lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
-                solve_seconds=self.solve_seconds,
-            )
-            plan = plan_from_solution(problem, solution, origin=origins[chunk], static_memory=around, compare=False)
-            made.append(
-                replace(
-                    plan,
-                    baseline_peak_bytes=unplanned.peak_bytes + self.static_bytes,
-                    optimizer_peak_bytes=max(self.optimizer_peak_bytes, self.end_bytes),
-                    recomputations=stage.decisions(plan.recomputations),
-                )
-            )
-        return tuple(made)
 
 
 def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
@@ -274,8 +245,6 @@ class _SplitSearch:
     def __init__(self, device: Device, budget_bytes: int, search: Search) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
-        # What waits for its rest is what that needs, which recompute seldom lessens: a guess, which `hold` makes good.
-        self.half_done = device.keep_all.half_done_bytes
         self.whole_bytes = max(*self.full, 1)
         # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
         seconds = max(search.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
@@ -286,17 +255,20 @@ class _SplitSearch:
 
     def run(self) -> tuple[_Held, tuple[float, ...]] | None:
         """Halve the range where the lower bound is lowest, until the gap is closed or time is up."""
-        self.offer(self.device.lowest)
+        device = self.device
+        if max(device.optimizer_peak_bytes, device.end_bytes, device.static_bytes + 1) > self.budget_bytes:
+            return None
+        self.offer(device.lowest)
         # All that are in flight wait at once before a backward, and must fit.
-        in_flight = 1 + max(sum(load.others) for load in self.device.loads)
-        is_chain = len(self.device.chunks) == 1
-        highest = self.budget_bytes // in_flight if is_chain else self.whole_bytes
+        is_chain = len(device.chunks) == 1
+        most_bytes = (self.budget_bytes - device.static_bytes) // most_in_flight(device.loads)
+        highest = most_bytes if is_chain else self.whole_bytes
         root = self.relaxed(0, highest)
         if root is None:
             return None
         # By lower bound, then the widest first: with several chunks all have the bound of the root.
         intervals = [(sum(root), -highest, 0, highest, root)]
-        tolerance = _CLOSED * sum(sum(cost.seconds for cost in stage.costs) for stage in self.device.chunks)
+        tolerance = _CLOSED * sum(sum(cost.seconds for cost in stage.costs) for stage in device.chunks)
         self.tight(min(highest, self.whole_bytes))
         ended: list[tuple[float, ...]] = []
         for _ in range(_SPLITS):
@@ -322,38 +294,38 @@ class _SplitSearch:
         return sum(self.best.recompute_seconds) if self.best else float("inf")
 
     def offer(self, held: _Held) -> None:
-        fits = held.peak_bytes <= self.budget_bytes + self.device.static_bytes
-        if fits and sum(held.recompute_seconds) < self.seconds:
+        if held.peak_bytes <= self.budget_bytes and sum(held.recompute_seconds) < self.seconds:
             self.best = held
 
     def tight(self, most_bytes: int) -> None:
         """Find plans that save no more than so much, where others hold that much."""
         most = self.of_each(most_bytes)
-        schedules = []
-        for chunk, stage in enumerate(self.device.chunks):
-            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most, self.half_done), most[chunk])
-            try:
-                schedules.append(self.solve(problem).schedule)
-            except InfeasibleBudgetError:
-                return
-        self.offer(self.device.hold(schedules))
+        # What waits for its rest is what that needs, which recompute seldom lessens: a guess, which `hold` makes good.
+        self.bounds(most, self.device.keep_all.half_done_bytes, most)
 
     def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
         """Return lower bounds for plans that save between two sizes; None if it is proven that there are none."""
-        least = self.of_each(low_bytes)
         # Of several chunks nothing is asked but that each fits beside what surely is there.
-        most_bytes = high_bytes if len(self.full) == 1 else None
+        most = [high_bytes if len(self.full) == 1 else None] * len(self.full)
+        return self.bounds(self.of_each(low_bytes), [0] * len(self.full), most)
+
+    def bounds(
+        self, saved_bytes: Sequence[int], half_done_bytes: Sequence[int], most_bytes: Sequence[int | None]
+    ) -> tuple[float, ...] | None:
+        """Plan all chunks where others hold so much; return lower bounds, None if it is proven that no plan fits."""
         bounds: list[float] = []
         schedules = []
-        for chunk, stage in enumerate(self.device.chunks):
-            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, least, [0] * len(least)), most_bytes)
+        for chunk, (stage, most) in enumerate(zip(self.device.chunks, most_bytes, strict=True)):
+            beside_bytes = self.device.beside(chunk, saved_bytes, half_done_bytes)
+            problem = stage.problem(self.budget_bytes - self.device.static_bytes, beside_bytes, most)
             try:
-                solution = self.solve(problem)
+                solution = self.solver.solve(problem, effort=self.effort)
             except InfeasibleBudgetError as error:
                 if error.is_proven:
                     return None
                 bounds.append(error.lower_bound_seconds)
                 continue
+            confirm(problem, solution)
             bounds.append(solution.lower_bound_seconds)
             schedules.append(solution.schedule)
         if len(schedules) == len(self.full):
@@ -363,8 +335,3 @@ class _SplitSearch:
     def of_each(self, size_bytes: int) -> list[int]:
         """Return what each chunk may save where the largest may save so much."""
         return [size_bytes * size // self.whole_bytes for size in self.full]
-
-    def solve(self, problem: Problem) -> Solution:
-        solution = self.solver.solve(problem, effort=self.effort)
-        confirm(problem, solution)
-        return solution

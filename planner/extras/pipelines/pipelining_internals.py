@@ -5,7 +5,7 @@ Torch keeps all of this in attributes of its own; nobody else here looks at them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.extras.pipelines.deferred_weight_grads import LaterWeights
 from planner.extras.pipelines.schedules import Pass, PipelineSchedule, passes
 
 _FORWARD, _WHOLE = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
@@ -57,7 +58,7 @@ class RankOfPipeline:
         if is_single:
             order, warm_up = _single(schedule, stages[0])
             return cls(schedule, stages, order, warm_up)
-        own = next((stage for stage in stages if not isinstance(stage.dw_builder, Rest | None)), None)
+        own = next((stage for stage in stages if not _is_planned(stage.dw_builder)), None)
         order, splits = _several(schedule, stages)
         if own is not None and splits:
             raise RuntimeUnsupportedError(
@@ -84,15 +85,15 @@ class RankOfPipeline:
         """The order where every backward gives all gradients at once, and nothing is left for later."""
         return tuple(one for one in self.order if not one.is_rest)
 
-    def give_weights_by(self, later: Sequence[Any]) -> None:
-        """Let a schedule that splits backwards ``take`` the rest of each; None for a stage that leaves nothing.
+    def give_weights_by(self, later: Sequence[LaterWeights]) -> None:
+        """Let a schedule that splits backwards ``take`` the rest of each.
 
         That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each part, and a
         planned stage is one node of it.
         """
         for stage, of_stage in zip(self.stages, later, strict=True):
             if self.splits:
-                stage.dw_builder = Rest(_nothing_is_left if of_stage is None else of_stage.take)
+                stage.dw_builder = of_stage.take
 
     @property
     def group(self) -> Any:
@@ -158,20 +159,8 @@ def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass
     return tuple(order), splits
 
 
-@dataclass(frozen=True)
-class Rest:
-    """The ``dw_builder`` of a planned stage."""
-
-    of_stage: Callable[[], Callable[..., None]]
-
-    def __call__(self) -> Callable[..., None]:
-        """Return what computes the gradients that the last backward has left."""
-        return self.of_stage()
-
-
-def _nothing_is_left() -> Callable[..., None]:
-    """Return what computes the gradients of weights after those of inputs, where all are there."""
-    return lambda: None
+def _is_planned(dw_builder: Any) -> bool:
+    return dw_builder is None or isinstance(getattr(dw_builder, "__self__", None), LaterWeights)
 
 
 def _unknown(schedule: Any) -> RuntimeUnsupportedError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.common.json_reader import attributes
 from planner.extras.pipelines.schedules import PipelineSchedule
-from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
+from planner.plans.plan import SCHEMA, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,3 @@ class PipelinePlan:
             **attributes(self, "binding_stage", "slowest_stage"),
             "stages": [stage.report() for stage in self.stages],
         }
-
-
-class NoPipelineFitsError(NoPlanFitsError):
-    """Some stage has no plan within the budget; ``report`` says so as plain data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from planner.common.options import Budget, Search, Target, Training
 from planner.common.units import Size, round_up
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.extras.pipelines.deferred_weight_grads import LaterWeights
-from planner.extras.pipelines.devices import Device, no_plan_fits
+from planner.extras.pipelines.devices import Device
 from planner.extras.pipelines.pipelining_internals import RankOfPipeline
 from planner.extras.pipelines.plan import StagePlan
 from planner.extras.pipelines.schedules import Boundary, left_by, loads
@@ -40,7 +40,7 @@ from planner.ir.static_memory import LossMemory, LossPasses, StaticMemory
 from planner.measure import loss
 from planner.measure.devices import device_spec
 from planner.measure.resident import static_memory
-from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.plan import Plan
 from planner.report.progress import tell
 from planner.session.rank_consensus import check_alike, made_by_all
 from planner.session.step import Options, captured, lower_as_run, study_lowered
@@ -51,97 +51,33 @@ RECEIVED = "received gradients"
 """Kind of the buffers that gradients arrive in, one for each micro-batch."""
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How a tensor that one stage hands to the next lies in memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Layout:
-        """Describe a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the memory that it lies in."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize if all(self.shape) else 0
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """Return a tensor that lies so, of any numbers."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        return made.requires_grad_(self.requires_grad)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStage:
-    """A stage's module, its plan for one micro-batch, and the options under which it was captured."""
-
-    module: nn.Module
-    plan: Plan
-    options: Options
+_Sizes = tuple[Inputs, list[torch.Tensor]]
+"""What a stage is given for one micro-batch, and what it gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Captured:
-    module: nn.Module
-    is_last: bool
-    given: Sequence[torch.Tensor]
-    """What it is given for one micro-batch from outside of this rank."""
-    outputs: Sequence[_Layout]
+    stage: Any
+    inputs: Inputs
+    outputs: Sequence[torch.Tensor]
     options: Options
     study: Study
     part: Stage
     boundary: Boundary
 
 
-def plan_rank(
-    rank: RankOfPipeline,
-    example: Inputs,
-    target: Any,
-    options: Options,
-    *,
-    return_outputs: bool,
-) -> tuple[StagePlan, list[PlannedStage]]:
-    """Plan all stages of this rank under one budget, while the other ranks of the pipeline do the same.
-
-    ``example`` is what ``schedule.step`` is called with here. Fails on every rank if it fails on one; see
-    :func:`planner.session.rank_consensus.made_by_all`.
-    """
-    given = made_by_all(lambda: _checked(rank), "checked its stages", rank.group)
-    check_alike(given, "pipeline", "All ranks must make the same schedule, with as many micro-batches")
-    sizes = _sizes(rank, example)
-    planned: list[tuple[StagePlan, list[PlannedStage]]] = []
-
-    def plan() -> None:
-        planned.append(_planned(rank, sizes, target, options, return_outputs=return_outputs))
-
-    made_by_all(plan, "planned its stages", rank.group)
-    return planned[0]
-
-
 def _planned(
-    rank: RankOfPipeline,
-    sizes: Sequence[tuple[Inputs, Sequence[_Layout]]],
-    target: Any,
-    options: Options,
-    *,
-    return_outputs: bool,
-) -> tuple[StagePlan, list[PlannedStage]]:
+    rank: RankOfPipeline, made: Callable[[Options], _Rank], options: Options
+) -> tuple[StagePlan, list[_Captured]]:
     """Plan this rank: with gradients of weights when the schedule asks for them if that fits, and else at once."""
     if rank.splits:
         with suppress(_NotInTwo):
-            later = replace(options, deferred=LaterWeights())
-            in_two = _Rank(rank, sizes, target, later, return_outputs=return_outputs)
+            in_two = made(replace(options, deferred=LaterWeights()))
             try:
                 return in_two.planned()
             except InfeasibleBudgetError:  # what waits takes memory
                 options = replace(options, budget=Budget(in_two.budget_bytes))
-    return _Rank(rank, sizes, target, options, return_outputs=return_outputs).planned()
+    return made(options).planned()
 
 
 class _NotInTwo(Exception):
@@ -180,38 +116,44 @@ def _unplanned(rank: RankOfPipeline, module: nn.Module) -> str:
     return unplanned_sharding(module, (), None) or ""
 
 
-def _sizes(rank: RankOfPipeline, example: Inputs) -> list[tuple[Inputs, list[_Layout]]]:
-    """Return what each stage of this rank is given for one micro-batch, and what it gives: found stage after stage."""
-    found: dict[int, tuple[Inputs, list[_Layout]]] = {}
+def _sizes(rank: RankOfPipeline, example: Inputs) -> list[_Sizes]:
+    """Return what each stage of this rank is given for one micro-batch, and what it gives: found stage after stage.
+
+    What goes from stage to stage is told by tensors without data, on the meta device.
+    """
+    found: dict[int, _Sizes] = {}
     own = {stage.stage_index: stage for stage in rank.stages}
 
-    def run(index: int, given: Sequence[_Layout]) -> list[_Layout] | None:
+    def run(index: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         if index not in own:
             return None
         args, kwargs = rank.split(example.args, example.kwargs)
-        device = torch.device(own[index].device)
-        inputs = Inputs(args if index == 0 else tuple(layout.empty(device) for layout in given), kwargs)
+        received = tuple(_alike(tensor, own[index].device) for tensor in given)
+        inputs = Inputs(args if index == 0 else received, kwargs)
         if not inputs.tensors():
             raise UsageError("the first stage is on this rank: give example inputs, as schedule.step is called with")
         module = own[index].submod
         with whole(module):
             check_plannable(module, inputs)
             with run_without_data(module, inputs) as (_, outputs, _):
-                found[index] = inputs, _layouts(outputs)
+                pass
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        if other := next((output for output in outputs if not isinstance(output, torch.Tensor)), None):
+            raise UsageError(f"a stage must return tensors, not {type(other).__name__}: the next stage receives them")
+        found[index] = inputs, [_alike(output, "meta") for output in outputs]
         return found[index][1]
 
-    given: list[_Layout] = []
+    given: list[torch.Tensor] = []
     for index in range(rank.stages[0].num_stages):
         made = made_by_all(partial(run, index, given), f"ran stage {index} without data", rank.group)
-        given = next(layouts for layouts in made if layouts is not None)
+        given = next(tensors for tensors in made if tensors is not None)
     return [found[stage.stage_index] for stage in rank.stages]
 
 
-def _layouts(outputs: Any) -> list[_Layout]:
-    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    if other := next((output for output in outputs if not isinstance(output, torch.Tensor)), None):
-        raise UsageError(f"a stage must return tensors, not {type(other).__name__}: the next stage receives them")
-    return [_Layout.of(output) for output in outputs]
+def _alike(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor that lies in memory as another does, of any numbers."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 class _Rank:
@@ -220,11 +162,10 @@ class _Rank:
     def __init__(
         self,
         rank: RankOfPipeline,
-        sizes: Sequence[tuple[Inputs, Sequence[_Layout]]],
+        sizes: Sequence[_Sizes],
         target: Any,
-        options: Options,
-        *,
         return_outputs: bool,
+        options: Options,
     ) -> None:
         self.rank, self.target, self.options, self.return_outputs = rank, target, options, return_outputs
         self.ranks = shards_of(rank.stages[0].submod)
@@ -237,7 +178,7 @@ class _Rank:
             with whole(stage.submod):
                 self.stages.append(self._captured(stage, *size))
 
-    def planned(self) -> tuple[StagePlan, list[PlannedStage]]:
+    def planned(self) -> tuple[StagePlan, list[_Captured]]:
         """Plan all stages under the rank's budget; NoPlanFitsError if none was found."""
         rank, stages = self.rank, self.stages
         left = left_by(self.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
@@ -254,13 +195,9 @@ class _Rank:
         self.budget_bytes = budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
         if made is None:
-            message, report = no_plan_fits(device, budget_bytes, f"rank {device.index} of the pipeline binds, ")
-            smallest_bytes = report["minimum_feasible_peak_bytes"]
-            raise NoPlanFitsError(
-                message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"rank {device.index}", report=report
-            )
+            raise device.no_plan_fits(budget_bytes, f"rank {device.index} of the pipeline")
         made = replace(made, weights_later=self.options.deferred is not None)
-        return made, [self._to_run(stage, plan) for stage, plan in zip(stages, made.plans, strict=True)]
+        return made, stages
 
     def _gathered(self, unit: Unit, left: Sequence[int]) -> tuple[list[int], int]:
         """Add what a sharded stage holds during each pass, and at the end, whole gradients apart.
@@ -278,27 +215,27 @@ class _Rank:
         merged_bytes = spread_bytes // self.ranks - whole_bytes + self._merged_bytes()
         return [*passes, left[-1]], left[-1] + max(spread_bytes, merged_bytes)
 
-    def _captured(self, stage: Any, inputs: Inputs, outputs: Sequence[_Layout]) -> _Captured:
+    def _captured(self, stage: Any, inputs: Inputs, outputs: Sequence[torch.Tensor]) -> _Captured:
         module, begun = stage.submod, time.perf_counter()
         options, taken = self._with_loss(stage, inputs)
         step = lower_as_run(module, captured(module, inputs, options), options)
         study = study_lowered(module, replace(step, capture_seconds=time.perf_counter() - begun), options)
         assert study.in_place is not None
+        trained, sent_back = _gradients(module, step.lowered)
         here = {value: index for index, value in enumerate(study.in_place.values)}
         at_turn = study.graph.operations[study.graph.loss_index]
         part = whole_stage(
             study.graph,
             study.costs,
-            gradient_bytes=_gradient_bytes(module, step.lowered, self.aligned),
-            input_gradients=[here[value] for value in _input_gradients(module, step.lowered)],
+            gradient_bytes=sum(self.aligned(parameter.nbytes) for parameter in trained),
+            input_gradients=[here[value] for value in sent_back],
             received=[v for v in at_turn.outputs if study.graph.values[v].kind == "tangent"],
             loss=taken,
             rest=_rest(module, study.graph, step.lowered) if options.deferred is not None else None,
         )
         return _Captured(
-            module=module,
-            is_last=stage.is_last,
-            given=list(replace(inputs, args=()).tensors() if self.rank.takes_over(stage) else inputs.tensors()),
+            stage=stage,
+            inputs=inputs,
             outputs=outputs,
             options=options,
             study=study,
@@ -338,23 +275,21 @@ class _Rank:
         """Count what is resident: modules, what every micro-batch is given, and buffers for gradients to arrive in."""
         around = self._resident()
         count = self.rank.micro_batches
-        given_bytes = sum(self.aligned(t.nbytes) for stage in self.stages for t in stage.given) * count
-        if any(stage.is_last for stage in self.stages) and isinstance(self.target, torch.Tensor):
-            given_bytes += self.aligned(self.target.nbytes)
-        beside = {"inputs": given_bytes}
-        received = (
-            layout.size_bytes
-            for stage in self.stages
-            for layout in stage.outputs
-            if layout.requires_grad and not stage.is_last
-        )
-        if received_bytes := count * sum(map(self.aligned, received)):
-            beside[RECEIVED] = received_bytes
+        given_bytes = received_bytes = 0
+        for one in self.stages:
+            # What another stage of this rank hands over is that stage's.
+            given = replace(one.inputs, args=()) if self.rank.takes_over(one.stage) else one.inputs
+            given_bytes += count * sum(self.aligned(tensor.nbytes) for tensor in given.tensors())
+            if not one.stage.is_last:
+                received_bytes += count * self._bytes_of(tensor for tensor in one.outputs if tensor.requires_grad)
+            elif isinstance(self.target, torch.Tensor):
+                given_bytes += self.aligned(self.target.nbytes)
+        beside = {"inputs": given_bytes} | ({RECEIVED: received_bytes} if received_bytes else {})
         return replace(around, static_bytes={**around.static_bytes, **beside})
 
     def _resident(self) -> StaticMemory:
         """Count the modules, or this rank's shares of them."""
-        modules = [stage.module for stage in self.stages]
+        modules = [one.stage.submod for one in self.stages]
         training = self.options.training
         if self.unit is None:
             return static_memory(nn.ModuleList(modules), (), self.spec, training)
@@ -368,14 +303,11 @@ class _Rank:
 
     def _merged_bytes(self) -> int:
         """Return what the outputs of all micro-batches take that are put together for the caller."""
-        last = next((made.outputs for made in self.stages if made.is_last), ())
-        return self.return_outputs * self.rank.micro_batches * sum(self.aligned(layout.size_bytes) for layout in last)
+        last = (one.outputs for one in self.stages if one.stage.is_last)
+        return self.return_outputs * self.rank.micro_batches * sum(map(self._bytes_of, last))
 
-    def _to_run(self, stage: _Captured, plan: Plan) -> PlannedStage:
-        """Return a plan as the module's own runtime is to have it: the gradients that it is given are its own."""
-        resident = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind != RECEIVED}
-        options = replace(stage.options, is_stage=True)
-        return PlannedStage(module=stage.module, plan=replace(plan, static_bytes=resident), options=options)
+    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        return sum(self.aligned(tensor.untyped_storage().nbytes()) for tensor in tensors)
 
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
@@ -396,24 +328,15 @@ def _rest(module: nn.Module, graph: TrainingGraph, lowered: LoweredGraph) -> int
     return begins
 
 
-def _input_gradients(module: nn.Module, lowered: LoweredGraph) -> set[int]:
-    """Return the values that are gradients of what a module is given."""
+def _gradients(module: nn.Module, lowered: LoweredGraph) -> tuple[list[torch.Tensor], set[int]]:
+    """Return the module's own tensors that get a gradient, and the values that are gradients of what it is given."""
     own = {id(parameter) for parameter in module.parameters()}
-    nodes = {gradient for tensor, gradient in _gradients(lowered) if id(tensor) not in own}
-    copies = {value for value, node in enumerate(lowered.value_nodes) if node in nodes}
-    return copies.union(*(lowered.storage_of[node] for node in nodes))
-
-
-def _gradient_bytes(module: nn.Module, lowered: LoweredGraph, aligned: Callable[[int], int]) -> int:
-    """Return the bytes of the gradients of a module's parameters."""
-    own = {id(parameter) for parameter in module.parameters()}
-    return sum(aligned(tensor.nbytes) for tensor, _ in _gradients(lowered) if id(tensor) in own)
-
-
-def _gradients(lowered: LoweredGraph) -> list[tuple[torch.Tensor, fx.Node]]:
     joint = lowered.joint
-    pairs = zip(joint.inputs, joint.outputs[1], strict=True)
-    return [(tensor, gradient) for tensor, gradient in pairs if isinstance(gradient, fx.Node)]
+    pairs = [pair for pair in zip(joint.inputs, joint.outputs[1], strict=True) if isinstance(pair[1], fx.Node)]
+    nodes = {gradient for tensor, gradient in pairs if id(tensor) not in own}
+    copies = {value for value, node in enumerate(lowered.value_nodes) if node in nodes}
+    sent = copies.union(*(lowered.storage_of[node] for node in nodes))
+    return [tensor for tensor, _ in pairs if id(tensor) in own], sent
 
 
 def wrap_pipeline(
@@ -480,14 +403,32 @@ def wrap_pipeline(
     for stage in rank.stages:
         unwrap(stage.submod)
     with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
-        made, planned = plan_rank(rank, example, labels, options, return_outputs=return_outputs)
-    deferred = []
-    for one in planned:
-        later = None if one.options.deferred is None else LaterWeights()
-        budget_of_stage = Budget(one.plan.budget_bytes)
-        own = replace(one.options, budget=budget_of_stage, reused_plan=one.plan, deferred=later)
-        running = runtimes.get(own.runtime.name).start(one.module, own, plan=one.plan, replan=False)
-        install_planned_call(one.module, running)
-        deferred.append(later)
-    rank.give_weights_by(deferred)
+        facts = made_by_all(lambda: _checked(rank), "checked its stages", rank.group)
+        check_alike(facts, "pipeline", "All ranks must make the same schedule, with as many micro-batches")
+        made_for = partial(_Rank, rank, _sizes(rank, example), labels, return_outputs)
+        planned: list[tuple[StagePlan, list[_Captured]]] = []
+
+        def plan() -> None:
+            planned.append(_planned(rank, made_for, options))
+
+        made_by_all(plan, "planned its stages", rank.group)
+    made, stages = planned[0]
+    rank.give_weights_by([_run_planned(stage, part) for stage, part in zip(stages, made.plans, strict=True)])
     return made
+
+
+def _run_planned(stage: _Captured, plan: Plan) -> LaterWeights:
+    """Make a stage's module run its plan; return what its backwards leave for later, which may be nothing."""
+    # The buffers that gradients arrive in are the rank's: to the module they are its own.
+    resident = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind != RECEIVED}
+    plan, later = replace(plan, static_bytes=resident), LaterWeights()
+    options = replace(
+        stage.options,
+        is_stage=True,
+        budget=Budget(plan.budget_bytes),
+        reused_plan=plan,
+        deferred=later if stage.options.deferred is not None else None,
+    )
+    running = runtimes.get(options.runtime.name).start(stage.stage.submod, options, plan=plan, replan=False)
+    install_planned_call(stage.stage.submod, running)
+    return later

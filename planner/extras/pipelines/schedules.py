@@ -66,24 +66,28 @@ class Pass:
     is_rest: bool = False
     """Whether it is the second part of a backward that is asked for in two: the gradients of weights."""
 
+    @property
+    def phase(self) -> int:
+        """0 for a forward, 1 for a backward or its first part, 2 for the rest of it."""
+        return self.is_backward + self.is_rest
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a device holds beside the pass that is under way, which is a forward or a backward through one chunk.
+    """What a device holds beside the pass that is under way.
 
     For each chunk, how many other micro-batches wait for their backward, and whether an earlier backward has left
     gradients; and what of finished micro-batches is not let go yet.
     """
 
     chunk: int
-    is_backward: bool
+    phase: int
+    """See :attr:`Pass.phase`."""
     others: tuple[int, ...]
     accumulated: tuple[bool, ...]
-    left_bytes: int = 0
-    is_rest: bool = False
-    """Whether it is the second part of a backward that is asked for in two."""
-    half_done: tuple[int, ...] = ()
-    """For each chunk, how many other micro-batches wait for that part; empty if no backward is asked for in two."""
+    left_bytes: int
+    half_done: tuple[int, ...]
+    """For each chunk, how many other micro-batches wait for the rest of a backward that is asked for in two."""
 
 
 def warm_up_of(stages: int, stage: int, chunks: int = 1) -> int:
@@ -131,9 +135,7 @@ def loads(order: Sequence[Pass], chunks: int, left_bytes: Sequence[int] = ()) ->
     seen: dict[Load, None] = {}
     for done, left in zip(order, left_bytes or [0] * len(order), strict=True):
         (half_done if done.is_rest else waiting)[done.chunk] -= done.is_backward
-        behind = tuple(half_done) if in_two else ()
-        load = Load(done.chunk, done.is_backward, tuple(waiting), tuple(accumulated), left, done.is_rest, behind)
-        seen[load] = None
+        seen[Load(done.chunk, done.phase, tuple(waiting), tuple(accumulated), left, tuple(half_done))] = None
         waiting[done.chunk] += not done.is_backward
         half_done[done.chunk] += in_two and done.is_backward and not done.is_rest
         accumulated[done.chunk] |= done.is_rest if in_two else done.is_backward

@@ -7,7 +7,7 @@ over: the stage that reads has it from the beginning of its forward, or of its b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -87,16 +87,6 @@ class Stage:
             order.append(index)
         return replace(schedule, order=(*order, *pending))
 
-    def decisions(self, before: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Return what runs again before each operation, where what is handed over is none: as the whole step has it."""
-        found: dict[str, tuple[str, ...]] = {}
-        pending: tuple[str, ...] = ()
-        for operation in self.graph.operations:
-            pending += before.get(operation.key, ())
-            if pending and not operation.target.startswith(_HANDED_OVER):
-                found[operation.key], pending = pending, ()
-        return found
-
 
 def cut(
     graph: TrainingGraph, costs: Sequence[OperationCost], count: int, *, holds_received: bool = False
@@ -162,7 +152,10 @@ def whole_stage(
         made.costs += costs[turn + 1 : rest]
         for index in let_go:
             made.values[index] = replace(made.values[index], retained=False)
-        made.run_once(let_go)
+        made.operations = [  # nobody else gives them back
+            operation if set(let_go).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
+            for operation in made.operations
+        ]
         made.hand_over("gradients of inputs sent", Phase.BACKWARD, sends=(*let_go, *backward))
         backward = made.others(Phase.BACKWARD)
         half_done, beside = len(made.operations), (*beside, *backward)
@@ -282,13 +275,6 @@ class _Builder:
         self.operations: list[Operation] = []
         self.costs: list[OperationCost] = []
 
-    def run_once(self, values: Collection[int]) -> None:
-        """Keep values from when they are made to when they are let go: nobody else gives them back."""
-        self.operations = [
-            operation if set(values).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
-            for operation in self.operations
-        ]
-
     def new(self, value: Value) -> int:
         self.values.append(value)
         return len(self.values) - 1
@@ -324,14 +310,12 @@ class _Builder:
         )
         self.costs.append(OperationCost(seconds=0.0, workspace_bytes=workspace_bytes))
 
-    def finish(self, *, gradient_bytes: int | None = None, **facts: Any) -> Stage:
-        """Return the stage; gradients are counted where nobody knows better."""
-        if gradient_bytes is None:
-            gradient_bytes = sum(v.size_bytes for v in self.values if v.retained and v.kind == "gradient")
+    def finish(self, **facts: Any) -> Stage:
+        """Return the stage."""
         graph = replace(
             self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={}, runs_after=None
         )
-        return Stage(graph=graph, costs=tuple(self.costs), gradient_bytes=gradient_bytes, **facts)
+        return Stage(graph=graph, costs=tuple(self.costs), **facts)
 
 
 class _Cut(_Builder):
@@ -372,7 +356,13 @@ class _Cut(_Builder):
             back += [value for value in late if not self.is_forward(value)]
         sends = [*(self.local[value] for value in back), *beside_backward]
         self.hand_over("gradients sent", Phase.BACKWARD, sends=sends)
-        return self.finish(layers=layers, operations=tuple(own), wait=wait, beside=(*beside_forward, *beside_backward))
+        return self.finish(
+            layers=layers,
+            operations=tuple(own),
+            wait=wait,
+            beside=(*beside_forward, *beside_backward),
+            gradient_bytes=sum(v.size_bytes for v in self.values if v.retained and v.kind == "gradient"),
+        )
 
     def home(self, value: int) -> int | None:
         return self.stage_of[self.whole.producer[value]]

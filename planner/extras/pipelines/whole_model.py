@@ -19,10 +19,10 @@ from planner.extras.pipelines.devices import make_pipeline_plan
 from planner.extras.pipelines.plan import PipelinePlan
 from planner.extras.pipelines.schedules import PipelineSchedule
 from planner.extras.pipelines.stages import Stage, cut
-from planner.ir.in_place import InPlace, joined
+from planner.ir.in_place import joined
 from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.resident import static_memory
-from planner.session.step import LoweredStep, Options, captured, cost, lower_step, origin_of, with_loss
+from planner.session.step import Options, captured, cost, lower_step, origin_of, with_loss
 
 
 def plan_pipeline(
@@ -93,46 +93,48 @@ def plan_pipeline(
     training = options.training
     if training.data_parallel == "fsdp2":
         raise UsageError("fsdp2 inside a pipeline is not planned: use data_parallel='ddp', or no pipeline")
-    check_module(model)
-    begun = time.perf_counter()
-    inputs = Inputs.of(inputs)
-    options = replace(options, training=Training())
-    options = with_loss(model, options, loss_fn, inputs)
-    step = lower_step(model, captured(model, inputs, options), options)
-    costing = cost(model, step.lowered, step.spec, options)
-    in_place = joined(step.lowered.graph, step.may_overwrite, costing.costs)
-    costs = in_place.costs(costing.costs)
-    parts = cut(in_place.graph, costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
+    whole = WholeStep(model, Inputs.of(inputs), loss_fn, options)
+    parts = cut(whole.graph, whole.costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
     devices = [parts[index::stages] for index in range(stages)]
-    origin = origin_of(
-        costing, step.spec, capture_seconds=time.perf_counter() - begun, warnings=(*costing.warnings, *step.warnings)
-    )
-    around = _surroundings(model, step, in_place, devices, training, micro_batches)
+    costing, step = whole.costing, whole.step
+    origin = origin_of(costing, step.spec, capture_seconds=whole.seconds, warnings=(*costing.warnings, *step.warnings))
+    around = _surroundings(model, whole, devices, training, micro_batches)
     return make_pipeline_plan(devices, around, pipeline, budget=budget, search=options.search, origin=origin)
 
 
+class WholeStep:
+    """A step of a whole model, captured with nothing around it, to be cut: its graph, costs, and what it reads."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, options: Options) -> None:
+        check_module(model)
+        begun = time.perf_counter()
+        options = with_loss(model, replace(options, training=Training()), loss_fn, inputs)
+        self.step = lower_step(model, captured(model, inputs, options), options)
+        self.costing = cost(model, self.step.lowered, self.step.spec, options)
+        in_place = joined(self.step.lowered.graph, self.step.may_overwrite, self.costing.costs)
+        self.graph, self.costs = in_place.graph, in_place.costs(self.costing.costs)
+        single = _storages_read(self.step.lowered)
+        self._reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
+        self.seconds = time.perf_counter() - begun
+
+    def storages_read(self, stages: Sequence[Stage]) -> set[int]:
+        """Return the storages of the step's inputs that stages read, directly or through views."""
+        operations = (index for stage in stages for index in stage.operations if index < len(self._reads))
+        return set[int]().union(*(self._reads[index] for index in operations))
+
+
 def _surroundings(
-    model: nn.Module,
-    step: LoweredStep,
-    in_place: InPlace,
-    devices: Sequence[Sequence[Stage]],
-    training: Training,
-    micro_batches: int,
+    model: nn.Module, whole: WholeStep, devices: Sequence[Sequence[Stage]], training: Training, micro_batches: int
 ) -> list[StaticMemory]:
     """Count for each device the parameters that its operations read, their optimizer state, and its inputs."""
-    single = storages_read(step.lowered)
-    reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
-    read_by = [
-        set[int]().union(*(reads[index] for stage in chunks for index in stage.operations if index < len(reads)))
-        for chunks in devices
-    ]
+    read_by = [whole.storages_read(chunks) for chunks in devices]
     of_model = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     unread = of_model.difference(*read_by)
     found = []
     for device, own in enumerate(read_by):
         part = part_of(model, own if device else own | unread)  # what none reads is on the first
-        inputs = [tensor for tensor in step.lowered.joint.inputs if storage_id(tensor) in own - of_model]
-        around = static_memory(part, inputs, step.spec, training)
+        inputs = [tensor for tensor in whole.step.lowered.joint.inputs if storage_id(tensor) in own - of_model]
+        around = static_memory(part, inputs, whole.step.spec, training)
         static_bytes = {**around.static_bytes, "inputs": around.static_bytes["inputs"] * micro_batches}
         found.append(replace(around, static_bytes=static_bytes))
     return found
@@ -150,8 +152,8 @@ def part_of(model: nn.Module, storages: Container[int]) -> nn.Module:
     return part
 
 
-def storages_read(lowered: LoweredGraph) -> list[set[int]]:
-    """Return for each operation the storages of the step's inputs that it reads, directly or through views."""
+def _storages_read(lowered: LoweredGraph) -> list[set[int]]:
+    """Return for each operation the storages of the step's inputs that it reads."""
     given = zip(lowered.joint.placeholders, lowered.joint.inputs, strict=True)
     looks_at: dict[fx.Node, set[int]] = {node: {storage_id(tensor)} for node, tensor in given}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,32 +10,17 @@ from torch import nn
 
 from planner.capture.inputs import Inputs, LossFunction
 from planner.common.limits import Progress
-from planner.common.options import ENGINES, Search, Target, Training
+from planner.common.options import ENGINES, Target, Training
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.extras.splits.captured_table import split_table
 from planner.extras.splits.search import search
-from planner.extras.splits.stages import has_short_ends
-from planner.extras.splits.table import FULL, KEEP, ModelTable, is_uniform
-from planner.extras.splits.types import (
-    FSDP2_KEPT,
-    OPTIMIZER,
-    REPLICATED,
-    Answer,
-    Estimate,
-    Mixed,
-    Question,
-    links_of,
-)
+from planner.extras.splits.types import Answer, Question, links_of
 from planner.measure import devices
 from planner.session.step import Options
 
 PROBED_LAYERS = 8
 """So many layers say how all are, if they are alike: a model of the zoo need not be captured whole."""
-
-
-class LayersDifferError(UsageError):
-    """Few layers cannot stand for all: they are not alike."""
 
 
 def best_splits(
@@ -48,9 +32,7 @@ def best_splits(
     device: str,
     loss_fn: LossFunction | None = None,
     layers: int | None = None,
-    optimizer: str = "none",
-    master_weights: bool = False,
-    reserve: Size = 0,
+    training: Training | str = Training(),
     node_gpus: int = 8,
     node_link: Size | None = None,
     network: Size | None = None,
@@ -78,8 +60,8 @@ def best_splits(
         Name in the table of devices, or a device file.
     layers : int, optional
         How many layers the model has, if the given one has fewer that are all alike.
-    optimizer, master_weights, reserve
-        See :func:`planner.plan`.
+    training : str or Training
+        See :func:`planner.plan`; its optimizer, master weights and reserve count.
     node_gpus : int
         Devices of a node.
     node_link, network : int or str, optional
@@ -117,139 +99,23 @@ def best_splits(
     (4, 8)
     """
     spec = devices.find(device)
-    training = Training(optimizer, master_weights=master_weights, reserve=reserve)
-    links = links_of(spec, node_devices=node_gpus, node_link=node_link, network=network)
-    reserved = parse_size(reserve, whole_bytes=spec.memory_bytes) if reserve else 0
+    options = Options.of({"training": training, "name": name}, target=Target(device, cost_model="roofline"))
+    reserve = options.training.reserve
+    reserve_bytes = parse_size(reserve, whole_bytes=spec.memory_bytes) if reserve else 0
     question = Question(
         gpus=gpus,
         global_batch=global_batch,
         device=spec,
-        links=links,
-        memory_bytes=spec.memory_bytes - spec.library_bytes - reserved,
+        links=links_of(spec, node_devices=node_gpus, node_link=node_link, network=network),
+        memory_bytes=spec.memory_bytes - spec.library_bytes - reserve_bytes,
         engines=tuple(engines),
         overlap=overlap,
         most=top,
     )
-    inputs = one_sample(Inputs.of(inputs))
-    options = Options(
-        target=Target(device, cost_model="roofline"),
-        training=training,
-        search=Search(progress=progress),
-        name=name,
-    )
-    table = split_table(model, inputs, loss_fn, options, tokens=tokens_of(inputs))
-    return answered(table if layers is None else deeper(table, layers), question, progress)
-
-
-def answered(table: ModelTable, question: Question, progress: Progress | None = None) -> Answer:
-    """Search, and write for the best split of each engine what it is to be given."""
-    answer = search(table, question, progress)
-    told = {engine: split_arguments(best, table, question) for engine, best in answer.of_engine.items()}
-    return replace(answer, arguments=told)
-
-
-def one_sample(inputs: Inputs) -> Inputs:
-    """Refuse inputs of several samples."""
+    inputs = Inputs.of(inputs)
     if inputs.batch_size != 1:
         raise UsageError(f"give inputs of one sample, not of {inputs.batch_size}: splits decide how many go together")
-    return inputs
-
-
-def tokens_of(inputs: Inputs) -> int | None:
-    """Return the length of a sequence of token ids; None where the first input is anything else."""
     first = inputs.tensors()[0]
-    return first.shape[1] if first.dim() == 2 and first.dtype in (torch.int64, torch.int32) else None
-
-
-def deeper(table: ModelTable, layers: int) -> ModelTable:
-    """Return the table of a model that has more layers than were captured; LayersDifferError if they are not alike."""
-    if not is_uniform(table):
-        raise LayersDifferError(f"the layers of {table.name} are not alike: capture all of them, and leave out layers")
-    note = f"{layers} layers are like the second of the {len(table.row)} that were captured"
-    return replace(table.deeper(layers), assumed=(*table.assumed, note))
-
-
-def split_arguments(estimate: Estimate, table: ModelTable, question: Question) -> str:
-    """Return what the engine of a split is given, one argument a line, beside those that name the model."""
-    return _WRITERS[estimate.split.engine](estimate, table, question)
-
-
-def _torchtitan(estimate: Estimate, table: ModelTable, question: Question) -> str:
-    """Return the options of torchtitan for a split, beside those that name the model.
-
-    Its ``memory-budget`` mode keeps the share of what a layer saves that the split assumes; it compiles the model.
-    """
-    split = estimate.split
-    is_replicated = split.sharding == REPLICATED
-    told: dict[str, object] = {
-        "training.max_context_length": table.tokens,
-        "training.num_tokens_per_microbatch_per_dp_rank": split.micro_batch * table.tokens,
-        "training.num_tokens_per_train_step": question.global_batch * table.tokens,
-        "parallelism.data_parallel_replicate_degree": split.data if is_replicated else 1,
-        "parallelism.data_parallel_shard_degree": 1 if is_replicated else split.data,
-        "parallelism.fsdp_reshard_after_forward": "never" if split.sharding == FSDP2_KEPT else "always",
-        "parallelism.tensor_parallel_degree": split.tensor,
-        "parallelism.context_parallel_degree": split.context,
-        "parallelism.expert_parallel_degree": split.expert,
-        "parallelism.pipeline_parallel_degree": split.pipeline,
-    }
-    if split.pipeline > 1:
-        groups = split.pipeline * split.chunks
-        less = int(has_short_ends(len(table.row), groups))
-        told |= {
-            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B" if split.chunks > 1 else "1F1B",
-            "parallelism.pipeline_parallel_layers_per_stage": (len(table.row) + 2 * less) // groups,
-            "parallelism.pipeline_parallel_first_stage_less_layers": less,
-            "parallelism.pipeline_parallel_last_stage_less_layers": less,
-            "parallelism.num_pp_microbatches": split.micro_batches(question.global_batch),
-        }
-    lines = [f"--{option} {value}" for option, value in told.items()]
-    share = min(_kept_share(stage, table) for stage in estimate.stages)
-    if share in (0, 1):
-        return "\n".join([*lines, f"activation_checkpoint:{'none' if share else 'full'}"]) + "\n"
-    mode = ("activation_checkpoint:memory-budget", f"--activation_checkpoint.memory_budget {share:.2f}")
-    return "\n".join([*lines, "--compile.enable", *mode]) + "\n"
-
-
-def _kept_share(stage: Mixed, table: ModelTable) -> float:
-    """Return how much a stage keeps of what its layers save beyond their inputs."""
-    saved = {choice.name: choice.saved_bytes for choice in table.kinds[-1].choices}
-    room = saved[KEEP] - saved[FULL]
-    held = stage.count * saved[stage.first] + (stage.layers - stage.count) * saved[stage.others]
-    return (held / max(stage.layers, 1) - saved[FULL]) / room if room else 1.0
-
-
-def _megatron(estimate: Estimate, table: ModelTable, question: Question) -> str:
-    """Return the arguments of Megatron-LM for a split, beside those that name the model.
-
-    All stages are told one number of layers to run again: what the one needs that needs most.
-    """
-    split = estimate.split
-    told: dict[str, object] = {
-        "--tensor-model-parallel-size": split.tensor,
-        "--pipeline-model-parallel-size": split.pipeline,
-        "--context-parallel-size": split.context,
-        "--micro-batch-size": split.micro_batch,
-        "--global-batch-size": question.global_batch,
-        "--seq-length": table.tokens,
-    }
-    flags = ["--bf16"]
-    if split.expert > 1:
-        told["--expert-model-parallel-size"] = split.expert
-    if split.tensor > 1:
-        flags.append("--sequence-parallel")
-    if split.chunks > 1:
-        told["--num-virtual-stages-per-pipeline-rank"] = split.chunks
-    if split.pipeline > 1 and has_short_ends(len(table.row), split.pipeline * split.chunks):
-        flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-    if split.shards > 1:
-        flags.append("--overlap-grad-reduce")
-    if split.sharding == OPTIMIZER:
-        flags += ["--use-distributed-optimizer", "--overlap-param-gather"]
-    again = max(-(-stage.count // split.chunks) for stage in estimate.stages)
-    if again:
-        told |= {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": again}
-    return "\n".join([*(f"{option} {value}" for option, value in told.items()), *flags]) + "\n"
-
-
-_WRITERS = {"torchtitan": _torchtitan, "megatron": _megatron}
+    is_sequence = first.dim() == 2 and first.dtype in (torch.int64, torch.int32)
+    table = split_table(model, inputs, loss_fn, options, tokens=first.shape[1] if is_sequence else None)
+    return search(table if layers is None else table.deeper(layers), question, progress)

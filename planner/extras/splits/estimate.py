@@ -16,42 +16,42 @@ What is assumed, beside the roofline's efficiencies:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
 
+import numpy as np
+
+from cost_models.roofline import RooflineCosts
 from planner.extras.splits.stages import (
     ROW,
-    Keeping,
-    LayerClock,
+    Array,
+    Kept,
     Share,
     Stage,
-    StageChoices,
-    Timed,
+    Ways,
     Weights,
-    choices_of,
+    accumulates,
     in_flight,
     resident,
     stages_of,
+    ways_of,
     weights_of,
 )
-from planner.extras.splits.table import Layer, ModelTable
-from planner.extras.splits.types import FSDP2, FSDP2_KEPT, PARTS, REPLICATED, Estimate, Question, Split
+from planner.extras.splits.table import Layer, ModelTable, Work
+from planner.extras.splits.types import FSDP2, OPTIMIZER, PARTS, REPLICATED, Estimate, Question, Split
 
 
-@dataclass(frozen=True, slots=True)
-class _Paced:
-    """Seconds of a stage for one micro-batch, before what depends on sharding and recompute."""
+class Timed(NamedTuple):
+    """Seconds of one layer's share, and of what each of its choices runs again."""
 
-    compute: float
-    tensor: float
-    context: float
-    expert: float
-    pipeline: float
     forward: float
-    """Of the arithmetic, what is forward."""
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tensor + self.context + self.expert + self.pipeline
+    backward: float
+    attention_forward: float
+    attention_backward: float
+    reruns: tuple[float, ...]
 
 
 class Estimator:
@@ -59,83 +59,75 @@ class Estimator:
 
     def __init__(self, table: ModelTable, question: Question) -> None:
         self.table, self.question, self.links = table, question, question.links
-        self.clock = LayerClock(table, question.device, question.attention_efficiency)
-        self.layers: tuple[Layer, ...] = self.clock.layers
-        self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
-        self._paces: dict[tuple[object, ...], tuple[_Paced, ...]] = {}
-        self._choices: dict[tuple[object, ...], StageChoices] = {}
-        self._weights: dict[tuple[object, ...], tuple[Weights, ...]] = {}
+        self.layers: tuple[Layer, ...] = (table.first, table.last, *table.kinds)
+        self.roofline = RooflineCosts(question.device)
+        self.stages = cache(partial(stages_of, table))
+        self.weights = cache(partial(weights_of, table, self.layers))
+        self.timed, self.ways, self.pace = cache(self._timed), cache(self._ways), cache(self._pace)
 
-    def share(self, split: Split) -> Share:
-        """Return what a device has of a layer."""
-        return Share(split.micro_batch, split.tensor, split.context, split.expert)
-
-    def stages(self, split: Split) -> tuple[Stage, ...]:
-        """Return the stages of a split's pipeline."""
-        key = (split.pipeline, split.chunks)
-        if key not in self._stages:
-            self._stages[key] = stages_of(self.table, *key)
-        return self._stages[key]
-
-    def lower_bound_seconds(self, split: Split) -> float:
-        """Return a time that no step of this split is below, whatever is sharded and run again."""
-        totals = [pace.total for pace in self.paces(split)]
-        return _paced(totals, split, self.question.global_batch) * (1 - 1e-12)
-
-    def bound_parts(self, split: Split) -> dict[str, float]:
-        """Return what that time is made of."""
-        paces = self.paces(split)
-        slowest = max(paces, key=lambda pace: pace.total)
+    def estimate(self, split: Split) -> Estimate:
+        """Estimate a split; where it does not fit, that is with the lowest peak that it has."""
         count = split.micro_batches(self.question.global_batch)
-        parts = {
-            name: count * getattr(slowest, name) for name in ("compute", "tensor", "context", "expert", "pipeline")
-        }
-        return {**parts, "bubble": self.lower_bound_seconds(split) - count * slowest.total}
+        share = Share(split.micro_batch, split.tensor, split.context, split.expert)
+        stages = self.stages(split.pipeline, split.chunks)
+        weights = [self.weights(stage, split.tensor, split.expert, split.shards) for stage in stages]
+        held = [resident(each, split, count) for each in weights]
+        kept = [
+            self.ways(stage, share).best(
+                self.question.memory_bytes - sum(here.values()), in_flight(split, index, count), split.engine
+            )
+            for index, (stage, here) in enumerate(zip(stages, held, strict=True))
+        ]
+        peaks = [sum(here.values()) + way.held_bytes for here, way in zip(held, kept, strict=True)]
+        fullest = peaks.index(max(peaks))
+        way = kept[fullest]
+        saved = {"saved": way.held_bytes - way.working_bytes, "at work": way.working_bytes}
+        return Estimate(
+            split=split,
+            seconds=self._seconds(split, share, stages, weights, kept),
+            peak_bytes=peaks[fullest],
+            memory_bytes={**held[fullest], **saved},
+            stages=tuple(way.mixed for way in kept),
+            tokens=self.question.global_batch * self.table.tokens,
+            gpus=self.question.gpus,
+            fits=peaks[fullest] <= self.question.memory_bytes,
+        )
 
-    def state_bytes(self, split: Split) -> int:
-        """Return what is resident on the fullest device, before any activation."""
-        count = split.micro_batches(self.question.global_batch)
-        return max(sum(resident(weights, split, count).values()) for weights in self.weights(split))
+    def _ways(self, stage: Stage, share: Share) -> Ways:
+        return ways_of(stage, self.layers, [self.timed(n, share).reruns for n in range(len(self.layers))], share)
 
-    def weights(self, split: Split) -> tuple[Weights, ...]:
-        """Return the weights of each stage."""
-        key = (*split.shape, split.chunks)
-        if key not in self._weights:
-            made = (weights_of(self.table, self.layers, stage, split) for stage in self.stages(split))
-            self._weights[key] = tuple(made)
-        return self._weights[key]
+    def _timed(self, number: int, share: Share) -> Timed:
+        layer = self.layers[number]
 
-    def paces(self, split: Split) -> tuple[_Paced, ...]:
-        """Return each stage's seconds for a micro-batch, as far as they depend on the degrees alone."""
-        key = (*split.shape, split.micro_batch, split.chunks)
-        if key not in self._paces:
-            known: dict[object, _Paced] = {}
-            made = []
-            for stage in self.stages(split):
-                alike = (stage.row, stage.is_first, stage.is_last)
-                if alike not in known:
-                    known[alike] = self._pace(stage, split)
-                made.append(known[alike])
-            self._paces[key] = tuple(made)
-        return self._paces[key]
+        def seconds(works: Sequence[Work]) -> float:
+            return self._work_seconds(works, share)
 
-    def _pace(self, stage: Stage, split: Split) -> _Paced:
-        share = self.share(split)
-        forward = backward = tensor = context = expert = 0.0
-        counts = {number: stage.all.count(number) for number in dict.fromkeys(stage.all)}
-        for number, count in counts.items():
-            layer, timed = self.layers[number], self.clock.timed(number, share)
-            forward += count * timed.forward
-            backward += count * timed.backward
-            tensor += count * self._sums(layer, number, share)
-            context += count * self._ring(layer, timed, share)
-            expert += count * self._routing(layer, share)
-        pipeline = 0.0
-        if split.pipeline > 1:
-            distance = split.data * split.tensor * split.context
-            sent_bytes = share.held(self.table.kinds[0].boundary_bytes)
-            pipeline = 2 * split.chunks * self.links.send_seconds(sent_bytes, distance)
-        return _Paced(forward + backward, tensor, context, expert, pipeline, forward)
+        return Timed(
+            seconds(layer.forward),
+            seconds(layer.backward),
+            seconds([work for work in layer.forward if work.is_attention]),
+            seconds([work for work in layer.backward if work.is_attention]),
+            tuple(seconds(choice.reruns) for choice in layer.choices),
+        )
+
+    def _work_seconds(self, works: Sequence[Work], share: Share) -> float:
+        def scaled(work: Work) -> Work:
+            tokens = share.tokens / share.tensor
+            weights = share.tensor * (share.expert if work.of_experts else 1)
+            moved_bytes = int(work.moved_bytes * tokens + work.weight_bytes / weights)
+            return replace(work, flops=int(work.flops * tokens), moved_bytes=moved_bytes)
+
+        costs = self.roofline.costs([scaled(work) for work in works])
+        return sum(work.times * cost.seconds for work, cost in zip(works, costs, strict=True))
+
+    def _pace(self, stage: Stage, share: Share) -> tuple[float, ...]:
+        """Return a stage's seconds for a micro-batch: forward, backward, and what waits for tensor, context, expert."""
+        found = np.zeros(5)
+        for number, count in Counter(stage).items():
+            layer, timed = self.layers[number], self.timed(number, share)
+            waits = (self._sums(layer, number, share), self._ring(layer, timed, share), self._routing(layer, share))
+            found += count * np.array([timed.forward, timed.backward, *waits])
+        return tuple(found)
 
     def _sums(self, layer: Layer, number: int, share: Share) -> float:
         """Return the time of sums over the devices that share a layer, forward and backward.
@@ -146,22 +138,16 @@ class Estimator:
         forward, backward = layer.summed_forward_bytes, layer.summed_backward_bytes
         if number < ROW:
             forward = backward = self.table.kinds[0].boundary_bytes
-        size_bytes = (2 * forward + 2 * backward + forward) * share.tokens
-        return self._shared(size_bytes, share.tensor)
-
-    def _shared(self, size_bytes: float, tensor: int) -> float:
-        return self.links.pass_seconds(size_bytes, tensor)
+        return float(self.links.pass_seconds((3 * forward + 2 * backward) * share.tokens, share.tensor))
 
     def _ring(self, layer: Layer, timed: Timed, share: Share) -> float:
         """Return how long attention waits for keys and values: they pass once forward; with their gradients, back."""
         if share.context == 1 or not layer.ring_bytes:
             return 0.0
-        steps = share.context - 1
-        sent_bytes = share.held(layer.ring_bytes)
         reach = share.tensor * share.context
-        once = steps * self.links.send_seconds(sent_bytes, share.tensor if reach <= self.links.node_devices else reach)
-        forward = max(0.0, once - timed.attention_forward)
-        return forward + max(0.0, 2 * once - timed.attention_backward)
+        distance = share.tensor if reach <= self.links.node_devices else reach
+        once = (share.context - 1) * self.links.send_seconds(share.held(layer.ring_bytes), distance)
+        return max(0.0, once - timed.attention_forward) + max(0.0, 2 * once - timed.attention_backward)
 
     def _routing(self, layer: Layer, share: Share) -> float:
         """Return the time of sending tokens to experts and back, forward and backward."""
@@ -169,119 +155,67 @@ class Estimator:
             return 0.0
         return 4 * self.links.exchange_seconds(share.held(layer.routed_bytes), share.expert, share.tensor)
 
-    def estimate(self, split: Split) -> Estimate:
-        """Estimate a split; where it does not fit, that is with the lowest peak that it has."""
-        count = split.micro_batches(self.question.global_batch)
-        share, paces, stages = self.share(split), self.paces(split), self.stages(split)
-        memory_bytes = self.question.memory_bytes
-        kept: list[Keeping] = []
-        fullest: tuple[int, dict[str, int]] = (-1, {})
-        fits = True
-        for stage, weights in zip(stages, self.weights(split), strict=True):
-            held = resident(weights, split, count)
-            state_bytes = sum(held.values())
-            flying = in_flight(split, stage.index, count)
-            choices = self._choices_of(stage, share)
-            found = choices.cheapest(memory_bytes - state_bytes, flying, split.engine)
-            way = found or choices.lowest(flying, split.engine)
-            kept.append(way)
-            activations = way.bytes_beside(flying)
-            peak_bytes = state_bytes + activations
-            fits = fits and peak_bytes <= memory_bytes
-            if peak_bytes > fullest[0]:
-                saved = activations - way.working_bytes
-                fullest = peak_bytes, {**held, "saved": saved, "at work": way.working_bytes}
-        return Estimate(
-            split=split,
-            seconds=self._seconds(split, count, paces, kept),
-            peak_bytes=fullest[0],
-            memory=fullest[1],
-            stages=tuple(way.mixed for way in kept),
-            tokens=self.question.global_batch * self.table.tokens,
-            gpus=self.question.gpus,
-            fits=fits,
-        )
-
-    def _choices_of(self, stage: Stage, share: Share) -> StageChoices:
-        key = (stage.row, stage.is_first, stage.is_last, share)
-        if key not in self._choices:
-            self._choices[key] = choices_of(stage, self.clock, share, self.table.choices)
-        return self._choices[key]
-
-    def _seconds(self, split: Split, count: int, paces: tuple[_Paced, ...], kept: list[Keeping]) -> dict[str, float]:
+    def _seconds(
+        self, split: Split, share: Share, stages: Sequence[Stage], weights: Sequence[Weights], kept: Sequence[Kept]
+    ) -> dict[str, float]:
         """Put a step's time together: the slowest stage sets the pace, the others fill and drain the pipeline."""
-        share = self.share(split)
-        again = [way.seconds for way in kept]
-        resums = [self._shared(2 * way.summed_bytes * share.tokens, split.tensor) for way in kept]
-        steps = [self._data(split, pace, way, weights, count)
-                 for pace, way, weights in zip(paces, kept, self.weights(split), strict=True)]  # fmt: skip
-        totals = [
-            pace.total + more + resum + each
-            for pace, more, resum, (each, _) in zip(paces, again, resums, steps, strict=True)
-        ]
-        at = max(range(len(totals)), key=totals.__getitem__)
-        pace = paces[at]
-        parts = dict.fromkeys(PARTS, 0.0)
-        parts |= {
-            "compute": count * pace.compute,
-            "recompute": count * again[at],
-            "tensor": count * (pace.tensor + resums[at]),
-            "context": count * pace.context,
-            "expert": count * pace.expert,
-            "pipeline": count * pace.pipeline,
-            "data": count * steps[at][0] + max(once for _, once in steps),
-            "optimizer": max(self._update(split, weights) for weights in self.weights(split)),
+        count = split.micro_batches(self.question.global_batch)
+        forward, backward, tensor, context, expert = np.array([self.pace(stage, share) for stage in stages]).T
+        again = np.array([way.seconds for way in kept])
+        resummed_bytes = 2 * np.array([way.summed_bytes for way in kept]) * share.tokens
+        each, once = self._data(split, count, weights, forward, backward + again)
+        sent = 0.0
+        if split.pipeline > 1:
+            sent_bytes = share.held(self.table.kinds[0].boundary_bytes)
+            sent = 2 * split.chunks * self.links.send_seconds(sent_bytes, split.data * split.tensor * split.context)
+        of_micro_batch = {
+            "compute": forward + backward,
+            "recompute": again,
+            "tensor": tensor + self.links.pass_seconds(resummed_bytes, split.tensor),
+            "context": context,
+            "expert": expert,
+            "data": each,
+            "pipeline": np.full(len(stages), sent),
         }
-        parts["bubble"] = _paced(totals, split, self.question.global_batch) - count * totals[at]
-        return parts
+        totals = np.sum(list(of_micro_batch.values()), axis=0)
+        slowest = int(totals.argmax())
+        found = dict.fromkeys(PARTS, 0.0) | {name: count * float(of[slowest]) for name, of in of_micro_batch.items()}
+        found["data"] += float(once.max())
+        found["bubble"] = float(totals.sum() - totals[slowest]) / split.chunks
+        found["optimizer"] = max(self._update(split, one) for one in weights)
+        return found
 
-    def _data(self, split: Split, pace: _Paced, way: Keeping, weights: Weights, count: int) -> tuple[float, float]:
-        """Return what waits for other replicas: with each micro-batch, and once in a step."""
+    def _data(
+        self, split: Split, count: int, weights: Sequence[Weights], forward: Array, backward: Array
+    ) -> tuple[Array, Array]:
+        """Return what waits for other replicas on each stage: with each micro-batch, and once in a step."""
+        none = np.zeros(len(weights))
         if split.shards == 1:
-            return 0.0, 0.0
-        stride = split.tensor
-        gather = self.links.pass_seconds(weights.parameters, split.shards, stride)
-        reduce = self.links.pass_seconds(weights.gradients, split.shards, stride)
-        forward = pace.forward if self.question.overlap else 0.0
-        backward = pace.compute - pace.forward + way.seconds if self.question.overlap else 0.0
-        row = max(1, len(self.table.row) // split.pipeline)
-        if split.sharding not in (FSDP2, FSDP2_KEPT):
-            spread = _waits(gather, forward, row) if split.sharding != REPLICATED else 0.0
-            summed = reduce if split.sharding != REPLICATED else 2 * reduce
-            return 0.0, spread + _waits(summed, backward, row)
-        each = once = 0.0
-        if split.sharding == FSDP2:
-            each += _waits(gather, forward, row)
-        else:
-            once += _waits(gather, forward, row)
-        back = gather if split.sharding == FSDP2 else 0.0
-        accumulates = split.pipeline > 1 and count > 1
-        if accumulates:
-            each += _waits(back, backward, row)
-            once += _waits(reduce, backward, row)
-        else:
-            each += _waits(back + reduce, backward, row)
-        return each, once
+            return none, none
+        if not self.question.overlap:
+            forward = backward = none
+        whole = np.array([one.whole for one in weights])
+        gather, reduce = (self.links.pass_seconds(whole[:, kind], split.shards, split.tensor) for kind in (0, 1))
+        units = max(1, len(self.table.row) // split.pipeline)
+
+        def waits(seconds: Array, hidden_by: Array) -> Array:
+            """Return what of a transfer shows: its first or last unit, and what is longer than the arithmetic."""
+            shown: Array = np.maximum(seconds / units, seconds - hidden_by)
+            return shown
+
+        if split.sharding == REPLICATED:
+            return none, waits(2 * reduce, backward)
+        if split.sharding == OPTIMIZER:
+            return none, waits(gather, forward) + waits(reduce, backward)
+        ahead, back = waits(gather, forward), gather if split.sharding == FSDP2 else none
+        each, once = (ahead, none) if split.sharding == FSDP2 else (none, ahead)
+        if accumulates(split, count):
+            return each + waits(back, backward), once + waits(reduce, backward)
+        return each + waits(back + reduce, backward), once
 
     def _update(self, split: Split, weights: Weights) -> float:
         """Return the time of the optimizer's step: all that it reads and writes moves once each way."""
         is_whole = split.shards == 1 or split.sharding == REPLICATED
-        sizes = (
-            (weights.parameters, weights.gradients, weights.optimizer)
-            if is_whole
-            else (weights.sharded_parameters, weights.sharded_gradients, weights.sharded_optimizer)
-        )
         device = self.question.device
-        return 2 * sum(sizes) / (device.bandwidth_bytes_per_second * device.bandwidth_efficiency)
-
-
-def _paced(totals: list[float], split: Split, global_batch: int) -> float:
-    """Return the time of all micro-batches through a pipeline: the slowest stage never waits, the others do."""
-    slowest = max(totals)
-    rest = sum(sorted(totals)[:-1])
-    return split.micro_batches(global_batch) * slowest + rest / split.chunks
-
-
-def _waits(seconds: float, hidden_by: float, units: int) -> float:
-    """Return what of a transfer shows: that of its first or last unit, and what is longer than the arithmetic."""
-    return max(seconds / units, seconds - hidden_by)
+        rate = device.bandwidth_bytes_per_second * device.bandwidth_efficiency
+        return 2 * sum(weights.whole if is_whole else weights.sharded) / rate

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import indent
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
-from planner.extras.splits.types import Answer, Estimate, Lost, described
+from planner.extras.splits.types import EFFICIENCY, Answer, Estimate, Lost
 from planner.report.style import counted, print_report, signed_percent, sizes, table
 
 _SHOWN_LOST = 12
@@ -17,11 +18,10 @@ _SHOWN_LOST = 12
 def render(answer: Answer, console: Console) -> None:
     """Print the answer."""
     best = answer.best[0]
-    speed = best.tokens_per_second
     line = (
-        f"BEST of {answer.considered} splits over {counted(answer.question.gpus, 'GPU')}: {described(best.split)} · "
-        f"{speed / best.gpus:,.0f} {_unit(answer)}/s for each, {speed:,.0f} in all · peak "
-        f"{format_bytes(best.peak_bytes)} of {format_bytes(answer.question.memory_bytes)}"
+        f"BEST of {answer.considered} splits over {counted(answer.question.gpus, 'GPU')}: {best.split} · "
+        f"{best.tokens_per_second_per_gpu:,.0f} {_unit(answer)}/s for each, {best.tokens_per_second:,.0f} in all · "
+        f"peak {format_bytes(best.peak_bytes)} of {format_bytes(answer.question.memory_bytes)}"
     )
     print_report(console, line, *_parts(answer), style="bold green")
 
@@ -34,9 +34,8 @@ def _unit(answer: Answer) -> str:
 def _parts(answer: Answer) -> Iterator[RenderableType]:
     yield _best(answer)
     yield _where_time_goes(answer)
-    for engine, text in (answer.arguments or {}).items():
-        split = answer.of_engine[engine].split
-        yield Text(f"{engine} is given, for {described(split)}:\n  " + "\n  ".join(text.splitlines()))
+    for engine, text in answer.arguments.items():
+        yield Text(f"{engine} is given, for {answer.of_engine[engine].split}:\n{indent(text.strip(), '  ')}")
     if answer.lost:
         yield _lost(answer)
     yield Text(_explained(answer))
@@ -48,9 +47,9 @@ def _best(answer: Answer) -> RenderableType:
     return table(
         f"The best {len(answer.best)}" if len(answer.best) > 1 else "The best",
         answer.best,
-        ("split", lambda one: described(one.split), str),
+        ("split", lambda one: one.split, str),
         ("recompute", _kept, str),
-        (f"{_unit(answer)}/s/GPU", lambda one: one.tokens_per_second / one.gpus, "{:,.0f}".format),
+        (f"{_unit(answer)}/s/GPU", lambda one: one.tokens_per_second_per_gpu, "{:,.0f}".format),
         ("slower", lambda one: one.step_seconds / fastest.step_seconds - 1, signed_percent),
         ("peak", lambda one: one.peak_bytes, size),
         text_columns=2,
@@ -94,14 +93,13 @@ def _lost(answer: Answer) -> RenderableType:
 
 
 def _shape(one: Lost) -> str:
-    names = ("data", "tensor", "pipeline", "context", "expert")
-    return ", ".join(f"{name} {n}" for name, n in zip(names, one.shape, strict=True) if n > 1 or name == "data")
+    return ", ".join(f"{name} {n}" for name, n in one.shape.named.items() if n > 1 or name == "data")
 
 
 def _slower(one: Lost) -> str:
     if one.slower is None:
         return f"{format_bytes(one.missing_bytes or 0)} short"
-    return f"{'>= ' if one.is_bound else ''}{signed_percent(one.slower)}"
+    return signed_percent(one.slower)
 
 
 def _explained(answer: Answer) -> str:
@@ -110,9 +108,8 @@ def _explained(answer: Answer) -> str:
         f"Predicted by the roofline of {answer.question.device.name}, never run. Links: "
         f"{links.node_bytes_per_second / 1e9:g} GB/s in a node of {links.node_devices}, "
         f"{links.network_bytes_per_second / 1e9:g} GB/s of each device to other nodes ({links.source}), of which "
-        f"collectives reach {links.efficiency:.0%}.",
-        f"{answer.estimated} of {answer.considered} splits were estimated; bounds rule out the others. "
-        f"Searched in {format_seconds(answer.seconds)}.",
+        f"collectives reach {EFFICIENCY:.0%}.",
+        f"All splits were estimated, in {format_seconds(answer.seconds)}.",
         *(f"Assumed: {one}." for one in answer.assumed),
     ]
     return " ".join(said)

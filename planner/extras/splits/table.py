@@ -6,9 +6,12 @@ tokens (samples of its micro-batch over the devices that share a sequence), and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import gcd
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from planner.errors import UsageError
 
 KEEP, FULL = "keep all", "full"
 """Names of the choices that every layer has: nothing runs again, or all of its forward does."""
@@ -16,7 +19,7 @@ KEEP, FULL = "keep all", "full"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """An operation, as far as its time depends on it."""
+    """An operation, as far as its time depends on it: what a cost model reads."""
 
     target: str
     flops: int
@@ -25,6 +28,8 @@ class Work:
     weight_bytes: int = 0
     """Of parameters and of their gradients, beside those: they move whatever the number of tokens is."""
     dtype: str = "float32"
+    name: str = ""
+    signature: str = ""
     is_attention: bool = False
     of_experts: bool = False
     times: int = 1
@@ -91,57 +96,42 @@ class ModelTable:
     """In each layer that has any."""
     tied_bytes: int = 0
     """Parameters that the first and the last stage both hold: counted once on a device that has both."""
-    assumed: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = ()
     """What was taken for granted when it was made, in words."""
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """Names of the choices that every layer has."""
-        return tuple(choice.name for choice in self.kinds[0].choices)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """All parameters."""
-        ends = self.first.parameter_bytes + self.last.parameter_bytes - self.tied_bytes
-        return ends + sum(self.kinds[kind].parameter_bytes for kind in self.row)
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike but for the first, which may be spared a gradient."""
+        return len(set(self.row[1:])) <= 1
 
     def deeper(self, layers: int) -> ModelTable:
-        """Return the same model with so many layers, all like its second; see :func:`is_uniform`."""
-        return replace(self, row=(self.row[min(1, len(self.row) - 1)],) * layers)
+        """Return the table of a model that has more layers, all like the second; LayersDifferError if they differ."""
+        if not self.is_uniform:
+            raise LayersDifferError(
+                f"the layers of {self.name} are not alike: capture all of them, and leave out layers"
+            )
+        note = f"{layers} layers are like the second of the {len(self.row)} that were captured"
+        return replace(self, row=(self.row[-1],) * layers, assumed=(*self.assumed, note))
 
 
-def is_uniform(table: ModelTable) -> bool:
-    """Whether all layers are alike but for the first, which may be spared a gradient."""
-    return len(set(table.row[1:])) <= 1
+class LayersDifferError(UsageError):
+    """Few layers cannot stand for all: they are not alike."""
 
 
-def merged(works: Sequence[Work]) -> tuple[Work, ...]:
+def merged(works: Iterable[Work]) -> tuple[Work, ...]:
     """Count operations that are alike, in the order of their first.
 
     >>> [work.times for work in merged([Work(target="a", flops=1, moved_bytes=2)] * 3)]
     [3]
     """
-    times: dict[Work, int] = {}
-    for work in works:
-        alone = replace(work, times=1)
-        times[alone] = times.get(alone, 0) + work.times
-    return tuple(replace(work, times=count) for work, count in times.items())
+    return tuple(replace(work, times=count) for work, count in Counter(works).items())
 
 
+@cache
 def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors, smallest first.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
     """
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
-
-
-def common_divisors(*numbers: int) -> tuple[int, ...]:
-    """Return what divides all of some numbers.
-
-    >>> common_divisors(8, 12)
-    (1, 2, 4)
-    """
-    return divisors(gcd(*numbers))
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)

@@ -10,31 +10,35 @@ its own, and together they cross at most as fast as the node's own links.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from cost_models.devices import DeviceSpec
+from planner.common.json_reader import attributes
 from planner.common.options import ENGINES
 from planner.common.units import Size, format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError, UsageError
-
-_GB = 10**9
 
 # Bytes a second of one device in one direction, and of its network card. NVLink: half of the total that the data sheet
 # names. Networks: one card for each device as in the vendor's own machines (DGX A100 and H100, and their successors).
 # fmt: off
 _KNOWN = {
-    "a100-40": (300, 25.0, "NVIDIA DGX A100: NVLink 3, a 200 Gb/s card for each GPU"),
-    "a100-80": (300, 25.0, "NVIDIA DGX A100: NVLink 3, a 200 Gb/s card for each GPU"),
-    "h100":    (450, 50.0, "NVIDIA DGX H100: NVLink 4, a 400 Gb/s card for each GPU"),
-    "h200":    (450, 50.0, "NVIDIA DGX H200: NVLink 4, a 400 Gb/s card for each GPU"),
-    "b200":    (900, 50.0, "NVIDIA DGX B200: NVLink 5, a 400 Gb/s card for each GPU"),
-    "mi300x":  (448, 50.0, "AMD Instinct MI300X platform: 7 links of 64 GB/s; a 400 Gb/s card assumed for each"),
+    "a100-40": (300e9, 25e9, "NVIDIA DGX A100: NVLink 3, a 200 Gb/s card for each GPU"),
+    "a100-80": (300e9, 25e9, "NVIDIA DGX A100: NVLink 3, a 200 Gb/s card for each GPU"),
+    "h100":    (450e9, 50e9, "NVIDIA DGX H100: NVLink 4, a 400 Gb/s card for each GPU"),
+    "h200":    (450e9, 50e9, "NVIDIA DGX H200: NVLink 4, a 400 Gb/s card for each GPU"),
+    "b200":    (900e9, 50e9, "NVIDIA DGX B200: NVLink 5, a 400 Gb/s card for each GPU"),
+    "mi300x":  (448e9, 50e9, "AMD Instinct MI300X platform: 7 links of 64 GB/s; a 400 Gb/s card assumed for each"),
 }
 # fmt: on
+_HUNDRED_GBIT = 12.5e9
 
 EFFICIENCY = 0.8
 """What large collectives reach of a link's rate: NCCL's own tests show three quarters to nine tenths."""
+
+# What each further device of a node adds to a collective, and each further node.
+_NODE_HOP_SECONDS = 2e-6
+_NETWORK_HOP_SECONDS = 8e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,53 +49,49 @@ class Links:
     """Devices of one node."""
     node_bytes_per_second: float
     network_bytes_per_second: float
-    node_hop_seconds: float = 2e-6
-    """What each further device of a node adds to a collective."""
-    network_hop_seconds: float = 8e-6
-    """What each further node adds."""
-    efficiency: float = EFFICIENCY
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.node_devices < 1:
             raise UsageError(f"a node has at least 1 device, not {self.node_devices}")
 
-    def pass_seconds(self, size_bytes: float, members: int, stride: int = 1) -> float:
-        """Return the time in which a group gathers so many bytes, or sums and scatters them.
+    def pass_seconds(self, size_bytes: Any, members: int, stride: int = 1) -> Any:
+        """Return the time in which a group gathers so many bytes (or arrays of them), or sums and scatters them.
 
         Members are so many devices apart. A sum that all are to have takes twice that.
 
-        >>> links = Links(node_devices=8, node_bytes_per_second=100.0, network_bytes_per_second=10.0, efficiency=1.0,
-        ...               node_hop_seconds=0.0, network_hop_seconds=0.0)
-        >>> links.pass_seconds(80, 8), links.pass_seconds(160, 16), links.pass_seconds(160, 2, stride=8)
-        (0.7, 1.875, 8.0)
+        >>> links = Links(node_devices=8, node_bytes_per_second=100.0, network_bytes_per_second=10.0)
+        >>> [round(links.pass_seconds(*group), 3) for group in ((64, 8), (128, 16), (128, 2, 8))]
+        [0.7, 1.875, 8.0]
         """
-        if members == 1:
-            return 0.0
-        local = max(1, min(members, self.node_devices // stride))
+        local = self._neighbours(members, stride)
         nodes = -(-members // local)
         rate = self.node_bytes_per_second
         if nodes > 1:
             rate = min(rate, local * self.network_bytes_per_second)
-        hops = (local - 1) * self.node_hop_seconds + (nodes - 1) * self.network_hop_seconds
-        return size_bytes * (members - 1) / members / (rate * self.efficiency) + hops
+        hops = (local - 1) * _NODE_HOP_SECONDS + (nodes - 1) * _NETWORK_HOP_SECONDS
+        return size_bytes * (members - 1) / members / (rate * EFFICIENCY) + hops
 
     def exchange_seconds(self, size_bytes: float, members: int, stride: int = 1) -> float:
-        """Return the time in which each member sends so many bytes of its own, in equal parts to all (all-to-all)."""
-        if members == 1:
-            return 0.0
-        local = max(1, min(members, self.node_devices // stride))
-        is_local = local >= members
-        rate = self.node_bytes_per_second if is_local else self.network_bytes_per_second
-        leaving = (members - 1) / members if is_local else (members - local) / members
-        hop = self.node_hop_seconds if is_local else self.network_hop_seconds
-        return size_bytes * leaving / (rate * self.efficiency) + hop
+        """Return the time in which each of several members sends so many bytes, in equal parts to all (all-to-all).
+
+        What goes to other nodes is what is waited for.
+        """
+        local = self._neighbours(members, stride)
+        if local == members:
+            return self.send_seconds(size_bytes * (members - 1) / members, 0)
+        return self.send_seconds(size_bytes * (members - local) / members, self.node_devices)
 
     def send_seconds(self, size_bytes: float, distance: int) -> float:
         """Return the time in which a device sends bytes to one that far away; a row of them crosses nodes somewhere."""
-        is_local = distance < self.node_devices
-        rate = self.node_bytes_per_second if is_local else self.network_bytes_per_second
-        return size_bytes / (rate * self.efficiency) + (self.node_hop_seconds if is_local else self.network_hop_seconds)
+        rate, hop_seconds = self.network_bytes_per_second, _NETWORK_HOP_SECONDS
+        if distance < self.node_devices:
+            rate, hop_seconds = self.node_bytes_per_second, _NODE_HOP_SECONDS
+        return size_bytes / (rate * EFFICIENCY) + hop_seconds
+
+    def _neighbours(self, members: int, stride: int) -> int:
+        """Return how many members of a group are in one node."""
+        return max(1, min(members, self.node_devices // stride))
 
 
 def links_of(
@@ -102,22 +102,20 @@ def links_of(
     Cards that no such machine is known for reach each other over the host, at the rate of the link to it, and other
     nodes through one card of 100 Gb/s for all.
     """
-    known = _KNOWN.get(device.name)
-    shared = 12.5 / node_devices
-    node, net, source = known or (device.host_link_bytes_per_second / _GB, shared, "over the host; 100 Gb/s a node")
-    links = Links(
+    over_the_host = device.host_link_bytes_per_second, _HUNDRED_GBIT / node_devices, "over the host; 100 Gb/s a node"
+    node_rate, network_rate, source = _KNOWN.get(device.name, over_the_host)
+    if node_link is not None:
+        node_rate, source = float(parse_size(node_link)), "given"
+    if network is not None:
+        network_rate, source = float(parse_size(network)), "given"
+    if not node_rate:
+        raise UsageError(f"nothing is known of links between devices {device.name!r}: give --node-link and --network")
+    return Links(
         node_devices=node_devices,
-        node_bytes_per_second=node * _GB,
-        network_bytes_per_second=net * _GB,
+        node_bytes_per_second=node_rate,
+        network_bytes_per_second=network_rate,
         source=source,
     )
-    if node_link is not None:
-        links = replace(links, node_bytes_per_second=float(parse_size(node_link)), source="given")
-    if network is not None:
-        links = replace(links, network_bytes_per_second=float(parse_size(network)), source="given")
-    if not links.node_bytes_per_second:
-        raise UsageError(f"nothing is known of links between devices {device.name!r}: give --node-link and --network")
-    return links
 
 
 REPLICATED, OPTIMIZER, FSDP2, FSDP2_KEPT = "replicated", "optimizer", "fsdp2", "fsdp2-kept"
@@ -130,8 +128,20 @@ SHARDINGS: Mapping[str, tuple[str, ...]] = {
 }
 """What each engine runs."""
 
-Shape = tuple[int, int, int, int, int]
-"""Degrees: data, tensor, pipeline, context, expert."""
+
+class Shape(NamedTuple):
+    """Degrees, which name a class of splits."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+
+    @property
+    def named(self) -> dict[str, int]:
+        """By their names."""
+        return self._asdict()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +156,6 @@ class Question:
     memory_bytes: int
     """What each device may hold of the step."""
     engines: tuple[str, ...] = ENGINES
-    attention_efficiency: float | None = None
-    """What fused attention reaches of the peak rate; by default what is known of its kernel on this device."""
     overlap: bool = True
     """Whether the engine hides behind arithmetic what replicas send each other."""
     most: int = 10
@@ -168,7 +176,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Split:
-    """One way to train a model on many devices."""
+    """One way to train a model on many devices.
+
+    >>> print(Split(4, 2, 1, 1, 1, 2, 1, "fsdp2", "torchtitan"))
+    data 4 (fsdp2), tensor 2, micro-batch 2
+    """
 
     data: int
     tensor: int
@@ -184,8 +196,8 @@ class Split:
 
     @property
     def shape(self) -> Shape:
-        """The degrees alone, which name its class."""
-        return (self.data, self.tensor, self.pipeline, self.context, self.expert)
+        """The degrees alone."""
+        return Shape(self.data, self.tensor, self.pipeline, self.context, self.expert)
 
     @property
     def shards(self) -> int:
@@ -196,9 +208,13 @@ class Split:
         """Return how many micro-batches a step has."""
         return global_batch // (self.data * self.micro_batch)
 
+    def __str__(self) -> str:
+        """Say what it is."""
+        parts = [f"data {self.data} ({self.sharding})"]
+        parts += [f"{name} {degree}" for name, degree in list(self.shape.named.items())[1:] if degree > 1]
+        parts += [f"{self.chunks} chunks interleaved"] * (self.chunks > 1)
+        return ", ".join([*parts, f"micro-batch {self.micro_batch}"])
 
-DIGITS = 6
-"""Times are the same that agree in so many: sums in another order are no difference."""
 
 PARTS = (
     "compute", "recompute", "bubble", "tensor", "context", "expert", "data", "pipeline", "optimizer",
@@ -225,7 +241,7 @@ class Estimate:
     seconds: Mapping[str, float]
     """Of one step, by :data:`PARTS`."""
     peak_bytes: int
-    memory: Mapping[str, int]
+    memory_bytes: Mapping[str, int]
     """Of the device with the highest peak, by kind."""
     stages: tuple[Mixed, ...]
     tokens: int
@@ -244,24 +260,22 @@ class Estimate:
         return self.tokens / self.step_seconds
 
     @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Of each device."""
+        return self.tokens_per_second / self.gpus
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """The order of answers: the fastest, to six digits; then what is split least, then the lowest peak."""
         split = self.split
         degrees = (split.context, split.pipeline, split.tensor, split.expert, split.chunks)
-        return (float(f"{self.step_seconds:.{DIGITS}g}"), *degrees, self.peak_bytes, split)
+        # Sums in another order are no difference.
+        return (float(f"{self.step_seconds:.6g}"), *degrees, self.peak_bytes, split)
 
     def report(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {
-            "split": asdict(self.split),
-            "step_seconds": self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus,
-            "seconds": dict(self.seconds),
-            "peak_bytes": self.peak_bytes,
-            "memory_bytes": dict(self.memory),
-            "stages": [asdict(stage) for stage in self.stages],
-        }
+        speeds = ("step_seconds", "tokens_per_second", "tokens_per_second_per_gpu")
+        return attributes(self, "split", *speeds, "seconds", "peak_bytes", "memory_bytes", "stages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,16 +285,9 @@ class Lost:
     shape: Shape
     reason: str
     slower: float | None = None
-    """Than the best, as a share of the best's time; at least that much if ``is_bound``. None if none fits."""
-    is_bound: bool = False
+    """Than the best, as a share of the best's time. None if none fits."""
     missing_bytes: int | None = None
-    """What the smallest peak found is above the memory of a device, if none fits."""
-
-    def report(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        names = ("data", "tensor", "pipeline", "context", "expert")
-        rest = {"reason": self.reason, "slower": self.slower, "is_bound": self.is_bound}
-        return {**dict(zip(names, self.shape, strict=True)), **rest, "missing_bytes": self.missing_bytes}
+    """What the smallest peak is above the memory of a device, if none fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,33 +304,23 @@ class Answer:
     """By shape, the nearest first."""
     considered: int
     """Splits in all."""
-    estimated: int
-    """Those that no bound ruled out."""
     assumed: tuple[str, ...] = ()
-    arguments: Mapping[str, str] | None = None
+    arguments: Mapping[str, str]
     """By engine, what its command line is given."""
     seconds: float = 0.0
     """The search took."""
 
     def report(self) -> dict[str, Any]:
         """Return it as plain data."""
-        asked = self.question
         return {
             "schema": 1,
             "status": "fits",
-            "model": self.model,
-            "gpus": asked.gpus,
-            "global_batch": asked.global_batch,
-            "device": asked.device.name,
-            "memory_bytes": asked.memory_bytes,
-            "links": asdict(asked.links),
+            "device": self.question.device.name,
+            **attributes(self.question, "gpus", "global_batch", "memory_bytes", "links"),
             "best": [estimate.report() for estimate in self.best],
             "best_of_engine": {engine: estimate.report() for engine, estimate in self.of_engine.items()},
-            "arguments": dict(self.arguments or {}),
-            "lost": [one.report() for one in self.lost],
-            "considered": self.considered,
-            "estimated": self.estimated,
-            "assumed": list(self.assumed),
+            "lost": [one.shape.named | attributes(one, "reason", "slower", "missing_bytes") for one in self.lost],
+            **attributes(self, "model", "arguments", "considered", "assumed"),
             "search_seconds": self.seconds,
         }
 
@@ -334,12 +331,11 @@ class NoSplitFitsError(InfeasibleBudgetError):
     def __init__(self, lowest: Estimate, memory_bytes: int) -> None:
         super().__init__(
             f"no split fits {format_bytes(memory_bytes)} on each device: the smallest peak found is "
-            f"{format_bytes(lowest.peak_bytes)}, with {described(lowest.split)}; take more GPUs, larger ones, or a "
+            f"{format_bytes(lowest.peak_bytes)}, with {lowest.split}; take more GPUs, larger ones, or a "
             "shorter sequence",
             minimum_feasible_peak_bytes=lowest.peak_bytes,
-            operation=described(lowest.split),
+            operation=str(lowest.split),
         )
-        self.split = lowest.split
         self.report = {
             "schema": 1,
             "status": "infeasible",
@@ -348,17 +344,3 @@ class NoSplitFitsError(InfeasibleBudgetError):
             "split": asdict(lowest.split),
             "message": str(self),
         }
-
-
-def described(split: Split) -> str:
-    """Say what a split is.
-
-    >>> described(Split(4, 2, 1, 1, 1, 2, 1, "fsdp2", "torchtitan"))
-    'data 4 (fsdp2), tensor 2, micro-batch 2'
-    """
-    degrees = {"tensor": split.tensor, "pipeline": split.pipeline, "context": split.context, "expert": split.expert}
-    parts = [f"data {split.data} ({split.sharding})"]
-    parts += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    if split.chunks > 1:
-        parts.append(f"{split.chunks} chunks interleaved")
-    return ", ".join([*parts, f"micro-batch {split.micro_batch}"])

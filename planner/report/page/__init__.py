@@ -43,7 +43,7 @@ def to_html(plan: Plan) -> str:
         "row_numbers": layers.NUMBERS,
         "trade_off": charts.trade_off(plan) if plan.baselines else None,
         "budgets": list(comparisons.budgets(plan)),
-        "notes": list(comparisons.notes(plan)),
+        "what_if": comparisons.what_if(plan),
         "statements": list(verdict.statements(plan)),
         "data": _data(plan, rows),
     }

@@ -36,9 +36,6 @@ function show(plan) {
   byId("again").textContent = plan.again;
   byId("found").textContent = plan.found;
   byId("code").textContent = plan.code;
-  if (byId("target")) {
-    byId("export").textContent = plan.exports[byId("target").value] ?? "not made for this budget: the command export makes it";
-  }
   byId("line-after").setAttribute("d", outline(plan.points));
   byId("line-pinned").setAttribute("d", pinned ? outline(pinned.points) : "");
   const height = 300 * (1 - plan.budget_bytes / data.top_bytes);
@@ -91,7 +88,6 @@ if (data.plans.length) {
   byId("top").textContent = sized(data.top_bytes);
   byId("end").textContent = timed(data.end_seconds);
   byId("slider").addEventListener("input", (event) => show(data.plans[event.target.value]));
-  byId("target")?.addEventListener("change", () => show(shown));
   byId("pin").addEventListener("click", () => {
     pinned = pinned ? null : shown;
     byId("pin").textContent = pinned ? `compared with the plan at ${pinned.budget}: end` : "compare with this plan";

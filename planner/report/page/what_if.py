@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -12,7 +12,6 @@ from rich.text import Text
 from planner.analysis.trade_off.answers import Answers
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes
-from planner.exporters._export import Export
 from planner.plans.plan import Plan, Timeline
 from planner.report.curve_chart import lines
 from planner.report.page import charts, fill, resource
@@ -24,11 +23,8 @@ _KINDS = {"overhead": "after", "lower bound": "bound"}
 """Classes of what is drawn as a line; whatever else is another way."""
 
 
-def what_if_page(answers: Answers, exports: Mapping[int, Sequence[Export]] | None = None) -> str:
-    """Return the page: the curve with its points, the plan of each with its exports, then whatever else was asked.
-
-    Exports are those of the plan of a budget, in bytes.
-    """
+def what_if_page(answers: Answers) -> str:
+    """Return the page: the curve with its points, the plan of each, then whatever else was asked."""
     curve = answers.curve
     scale = _Scale(answers)
     rows = [_row(number, point, curve, scale) for number, point in enumerate(curve.with_asked)]
@@ -43,7 +39,7 @@ def what_if_page(answers: Answers, exports: Mapping[int, Sequence[Export]] | Non
             "chart": _chart(answers, scale),
             "rows": rows,
             "further": [_part(part) for part in further(answers)],
-            "data": _data(answers, rows, exports or {}),
+            "data": _data(answers, rows),
         },
     )
 
@@ -130,7 +126,7 @@ def _text(content: RenderableType) -> str:
     return content.plain if isinstance(content, Text) else str(content)
 
 
-def _data(answers: Answers, rows: Sequence[dict[str, Any]], exports: Mapping[int, Sequence[Export]]) -> dict[str, Any]:
+def _data(answers: Answers, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the script shows of each plan; a plan without its step over time is left out."""
     number_of = {row["budget_bytes"]: row["number"] for row in rows}
     plans = [plan for plan in answers.plans if plan.details is not None and plan.budget_bytes in number_of]
@@ -143,15 +139,10 @@ def _data(answers: Answers, rows: Sequence[dict[str, Any]], exports: Mapping[int
     chosen = next((i for i, plan in enumerate(plans) if best and plan.budget_bytes == best.budget_bytes), 0)
     return {
         "plans": [
-            {
-                **_plan(plan, line),
-                "row": number_of[plan.budget_bytes],
-                "exports": {made.target: made.text or made.reason for made in exports.get(plan.budget_bytes, ())},
-            }
+            {**_plan(plan, line), "row": number_of[plan.budget_bytes]}
             for plan, line in zip(plans, lines_of, strict=True)
         ],
         "chosen": chosen,
-        "targets": sorted({made.target for each in exports.values() for made in each}),
         "layers": [layer.module or "(model)" for layer in plans[0].placement],
         "kinds": [kind for kind, _ in in_order({kind: 1 for plan in plans for kind in plan.anatomy})],
         "points": _points(before),
