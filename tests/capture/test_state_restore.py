@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import FakeTensor
 from planner.common.options import grouped
+from tests.tiers import tiered
 
 TABLES: dict[int, torch.Tensor] = {}
 
@@ -98,8 +100,10 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x) + self.table(x.shape[1]))
 
 
-@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
-@pytest.mark.parametrize("loss_fn", [None, torch.sum])
+@pytest.mark.parametrize(
+    ("runtime", "loss_fn"),
+    tiered(product(["graph", "modules", "regional"], [None, torch.sum]), slow=[("modules", None), ("regional", None)]),
+)
 def test_a_planned_model_computes_with_data(runtime: str, loss_fn: Any) -> None:
     """Not a recorded step alone runs a model without data: so do a loss that is measured, and the search for blocks."""
     model, x = Net(), torch.randn(64, 8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import cli
 import planner
@@ -16,13 +17,27 @@ from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.plans.module_choices import modules_of
 from planner.session import eager_study
-from tests.models import DependingOnData, Stack, rows
+from tests.models import WIDTH, Stack, looked_at, rows
 
 REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
 MODULES: dict[str, Any] = {"runtime": "modules", "solver": "chain-dp"}
 
 
-class Breaking(Stack):
+class Perceptrons(Stack):
+    """Without norms: where they cannot be captured whole, modules that run again do as well as captured parts."""
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)))
+
+
+class Branching(Perceptrons):
+    """Cannot be captured: what runs depends on data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if looked_at(self, x) > 1e9 else -x)
+
+
+class Breaking(Perceptrons):
     """Cannot be captured as one graph, and runs without data."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,12 +48,12 @@ class Breaking(Stack):
 @pytest.mark.parametrize(
     "asked",
     [
-        lambda: planner.plan(Stack(), rows(), **grouped(budget="80%", **MODULES)),
-        lambda: planner.plan(Stack(), rows(), **grouped(strategy="every-2", **MODULES)),
-        lambda: planner.auto_wrap(Stack(), rows(), **grouped(budget="80%", **MODULES)),
-        lambda: planner.auto_wrap(Stack(), **grouped(budget="80%", **MODULES)),
-        lambda: planner.what_if(Stack(), rows(), **grouped(**MODULES)),
-        lambda: planner.audit(Stack(), rows(), current="none", **grouped(**MODULES)),
+        lambda: planner.plan(Perceptrons(), rows(), **grouped(budget="80%", **MODULES)),
+        lambda: planner.plan(Perceptrons(), rows(), **grouped(strategy="every-2", **MODULES)),
+        lambda: planner.auto_wrap(Perceptrons(), rows(), **grouped(budget="80%", **MODULES)),
+        lambda: planner.auto_wrap(Perceptrons(), **grouped(budget="80%", **MODULES)),
+        lambda: planner.what_if(Perceptrons(), rows(), **grouped(**MODULES)),
+        lambda: planner.audit(Perceptrons(), rows(), current="none", **grouped(**MODULES)),
     ],
     ids=["plan", "plan a strategy", "auto_wrap at once", "auto_wrap", "what_if", "audit"],
 )
@@ -52,11 +67,11 @@ def test_choices_of_modules_refuse_it_at_once(asked: Callable[[], Any], monkeypa
 
 
 def test_a_plan_of_modules_refuses_it_too() -> None:
-    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="75%", runtime="modules", compare=False))
+    plan = planner.plan(Perceptrons(), rows(), **grouped(activation_budget="75%", runtime="modules", compare=False))
     with pytest.raises(UsageError, match=REFUSAL):
-        planner.auto_wrap(Stack(), budget=plan, search="chain-dp")
+        planner.auto_wrap(Perceptrons(), budget=plan, search="chain-dp")
     with pytest.raises(UsageError, match=REFUSAL):
-        planner.auto_wrap(Stack(), **grouped(plan=plan, **MODULES))
+        planner.auto_wrap(Perceptrons(), **grouped(plan=plan, **MODULES))
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
@@ -68,7 +83,7 @@ def test_a_name_nearby_is_suggested(runtime: str) -> None:
         (planner.audit, {"current": "none"}),
     ):
         with pytest.raises(UsageError, match="did you mean 'chain-dp'"):
-            asked(Stack(), rows(), runtime=runtime, search="chian-dp", **options)
+            asked(Perceptrons(), rows(), runtime=runtime, search="chian-dp", **options)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +112,8 @@ def test_the_command_line_refuses_it_at_once(
 def test_auto_asks_it_where_the_graph_is_captured() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plan = planner.plan(Stack(), rows(), **grouped(activation_budget="80%", solver="chain-dp", compare=False))
-        model = planner.auto_wrap(Stack(), budget=planner.Budget(activations="80%"), search="chain-dp")
+        plan = planner.plan(Perceptrons(), rows(), **grouped(activation_budget="80%", solver="chain-dp", compare=False))
+        model = planner.auto_wrap(Perceptrons(), budget=planner.Budget(activations="80%"), search="chain-dp")
         model(rows()).backward()
     for made in (plan, planner.plan_of(model)):
         assert (made.runtime, made.solver) == ("graph", "chain-dp") and made.recomputations
@@ -115,12 +130,10 @@ SAID = r"the solver 'chain-dp'.*is not asked"
 
 def test_auto_says_where_it_cannot_be_asked() -> None:
     with pytest.warns(UserWarning, match=rf"'modules' in place of 'graph'.*{SAID}"):
-        plan = planner.plan(
-            DependingOnData(), rows(), **grouped(activation_budget="75%", solver="chain-dp", compare=False)
-        )
+        plan = planner.plan(Branching(), rows(), **grouped(activation_budget="75%", solver="chain-dp", compare=False))
     assert modules_of(plan) and re.search(SAID, note_of(plan))
     with pytest.warns(UserWarning) as said:
-        plan = planner.plan(DependingOnData(), rows(), **grouped(activation_budget="75%", compare=False))
+        plan = planner.plan(Branching(), rows(), **grouped(activation_budget="75%", compare=False))
     assert not any("is not asked" in text for text in (note_of(plan), *(str(one.message) for one in said)))
 
 

@@ -95,6 +95,7 @@ def recomputed(name: str, graph: TrainingGraph | None = None, **kind: str) -> di
 
 
 ALL = range(4)
+EACH_AT_ITS_OWN_NEED = {backward(i): forward(i, 2) for i in ALL} | {backward(i) + 2: forward(i, 0) for i in ALL}
 BY_HAND: dict[str, dict[int, tuple[int, ...]]] = {
     # What a block's backward needs runs again when it first needs any of it; the product at its end does not.
     "pytorch-checkpoint": {backward(i): forward(i, 0, 1, 2) for i in ALL},
@@ -116,19 +117,9 @@ BY_HAND: dict[str, dict[int, tuple[int, ...]]] = {
     "megatron-uniform-2": {backward(i + 1): forward(i, *range(8)) for i in (0, 2)},
     "megatron-block-1": {backward(0): forward(0, *ALL)},
     "megatron-block-9": {backward(i): forward(i, *ALL) for i in ALL},
-    # Each output at its own need.
-    "megatron-output-discarding": {
-        **{backward(i): forward(i, 2) for i in ALL},
-        **{backward(i) + 2: forward(i, 0) for i in ALL},
-    },
-    "jax-dots-saveable": {
-        **{backward(i): forward(i, 2) for i in ALL},
-        **{backward(i) + 2: forward(i, 0) for i in ALL},
-    },
-    "jax-dots-with-no-batch-dims-saveable": {
-        **{backward(i): forward(i, 2) for i in ALL},
-        **{backward(i) + 2: forward(i, 0) for i in ALL},
-    },
+    "megatron-output-discarding": EACH_AT_ITS_OWN_NEED,
+    "jax-dots-saveable": EACH_AT_ITS_OWN_NEED,
+    "jax-dots-with-no-batch-dims-saveable": EACH_AT_ITS_OWN_NEED,
     # The first need needs all that came before.
     "jax-nothing-saveable": {backward(3): forward(0, *range(15))},
 }

@@ -21,6 +21,7 @@ from planner.plans.plan import Plan
 from planner.session.step import Options, lower_as_run
 from planner.transforms.chunk_region import ChunkRegion, find_region, region_around
 from planner.transforms.chunk_rules import Form
+from tests.models import Stack
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 1500, 32, 2, 25
 ROWS = BATCH * LENGTH
@@ -66,20 +67,12 @@ class GPT(nn.Module):
         return (loss, logits) if self.gives_logits else loss
 
 
-class Wide(nn.Module):
+class Wide(Stack):
     """Perceptrons far wider than what goes between them."""
 
     def __init__(self, inner: Callable[[], nn.Module] = nn.GELU, width: int = 600) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, width), inner(), nn.Linear(width, WIDTH)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
+        super().__init__(3, lambda: nn.Sequential(nn.Linear(WIDTH, width), inner(), nn.Linear(width, WIDTH)))
 
 
 class Noisy(Wide):
@@ -90,7 +83,7 @@ class Noisy(Wide):
         self.register_buffer("shift", torch.ones(600))
 
     def forward(self, x: Tensor) -> Tensor:
-        for up, inner, down in self.layers:
+        for up, inner, down in self.blocks:
             x = x + F.dropout(down(inner(up(x) + self.shift)), 0.2)
         self.shift.mul_(1.5)
         return x.square().mean()
