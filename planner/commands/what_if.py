@@ -110,6 +110,7 @@ class _Asking:
         self.shown = shown
         self.search = replace(picked(Search, vars(args)), progress=shown)
         self.offload = picked(Offload, vars(args))
+        self.sizes = {name: sizes for name in _SIZES if (sizes := getattr(args, f"{name}s")) is not None}
         self.samples = 1
         self._mode = fake_mode()
         self._studies: StudiesBySize | None = None
@@ -118,7 +119,7 @@ class _Asking:
     def answers(self) -> Answers:
         """Ask."""
         from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, methods_beside
-        from planner.analysis.trade_off.axes import SizeSearch, for_one_row, on_devices
+        from planner.analysis.trade_off.axes import for_one_row, on_devices
         from planner.analysis.trade_off.curve import CurveSweep
 
         args, study = self.args, self.study()
@@ -126,16 +127,9 @@ class _Asking:
         host = study.host_for(self.offload)
         sweep = CurveSweep(study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host)
         sweep.run(self.shown.count)
-        axes: dict[str, Any] = {}
-        for name in _SIZES:
-            if (sizes := getattr(args, f"{name}s")) is not None:
-                assert sweep.asked_bytes is not None, "sizes are asked with a budget"
-                how: dict[str, Any] = {"study_at": partial(self.sized, name), "offload": self.offload}
-                along = SizeSearch.along(name, sizes, sweep.asked_bytes, self.search, samples=self.samples, **how)
-                axes[f"{name}s"] = along.run()
         solvers = [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]
         return Answers(
-            curve=replace(sweep.curve(), **axes),
+            curve=sweep.with_sizes(self.sizes, self.sized, samples=self.samples, offload=self.offload),
             devices=on_devices(args.devices, self.study_on, for_one_row(self.search), self.offload),
             methods=methods_beside(sweep, solvers, self.partitioned, self.shown.count),
             plans=tuple(sweep.plans()) if args.html else (),
@@ -152,8 +146,7 @@ class _Asking:
     def study(self) -> Study:
         """Capture the step that the curve is of; all sizes are captured with it that change nothing but its inputs."""
         loaded = self.built(self.args)
-        asked = {name: getattr(self.args, f"{name}s") for name in _SIZES}
-        others = [self.built(_with(self.args, **{name: sizes.values[-1]})) for name, sizes in asked.items() if sizes]
+        others = [self.built(_with(self.args, **{name: sizes.values[-1]})) for name, sizes in self.sizes.items()]
         self.shown("capturing forward and backward")
         first = _asked.inputs_of(loaded).tensors()[0]
         self.samples = first.shape[0] if first.dim() else 1

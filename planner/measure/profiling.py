@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import time
@@ -9,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +23,10 @@ from cost_models.base import OperationCost
 from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.capture import operands
 from planner.capture.lowering import LoweredGraph
+from planner.common import cache_folder
+from planner.common.json_reader import parse, to_data
+from planner.errors import UsageError
 from planner.ir.problem import Progress
-from planner.measure import timing_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,7 @@ def measure(
             workspace_bytes[operation.signature] = estimate.workspace_bytes
     order = sorted(totals, key=lambda signature: -totals[signature])
     place = _place(device)
-    before = timing_cache.find(place) if trials.takes_what_is_known else {}
+    before = found_before(place) if trials.takes_what_is_known else {}
     elsewhere = _evicting(lowered, device)
     found: dict[str, Measurement] = {}
     new: dict[str, Measurement] = {}
@@ -116,7 +121,7 @@ def measure(
 
     with operands.running_alone(device):
         for signature in order:
-            key = timing_cache.digest(signature)
+            key = _digest(signature)
             known = _known.get((place, key)) or before.get(key)
             if known is None or not (trials.takes_what_is_known or trials.are_satisfied_by(known)):
                 try:
@@ -132,7 +137,7 @@ def measure(
                 if trials.are_satisfied_by(known):  # what a library does once is in a short first run
                     new[key] = known
             found[signature] = replace(known, workspace_bytes=workspace_bytes[signature])
-    timing_cache.keep(place, new)
+    keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
 
@@ -230,3 +235,46 @@ def profiled_operations(lowered: LoweredGraph) -> tuple[ProfiledOperation, ...]:
         )
         for o in lowered.graph.operations
     )
+
+
+# Times are kept on disk, so that planning a similar model again measures little or nothing.
+
+KIND = "measurements"
+
+MOST = 50_000
+"""How many operations are kept of a place; then those go that were measured longest ago."""
+
+LIMIT_BYTES = 64 << 20
+"""How large the measurements of all places together may become."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    place: str
+    took: dict[str, Measurement]
+    """By a digest of the signature."""
+
+
+def found_before(place: str) -> dict[str, Measurement]:
+    """Return what is kept for a place, by a digest of the signature."""
+    return cache_folder.find(KIND, _digest(place), partial(_read, place), LIMIT_BYTES) or {}
+
+
+def keep(place: str, found: Mapping[str, Measurement]) -> None:
+    """Add measurements, likewise, to those of a place: machine, device, threads and version of torch."""
+    if found:
+        both = {**found_before(place), **found}
+        file = _File(place=place, took=dict([*both.items()][-MOST:]))
+        cache_folder.keep(KIND, _digest(place), json.dumps(to_data(file), allow_nan=False), LIMIT_BYTES)
+
+
+def _digest(name: str) -> str:
+    """Return a short name for a signature, or a place."""
+    return hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+def _read(place: str, text: str) -> dict[str, Measurement]:
+    file = parse(text, "file of measurements").read(_File)
+    if file.place != place:
+        raise UsageError("not what was written")
+    return file.took

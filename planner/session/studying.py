@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import fx, nn
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
-from planner.analysis.trade_off.axes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_range
 from planner.analysis.trade_off.types import TradeOffCurve
@@ -229,19 +227,12 @@ def what_if(
     host = step.host_for(options.offload)
     sweep = CurveSweep(step, search, points=points, budgets=typed, asked=budget, host=host)
     sweep.run()
-    curve = sweep.curve()
-    if sweep.asked_bytes is None:
-        return curve
 
     def sized(name: str, size: int) -> Study:
         return studies.at(resized[name](size), loss_fn)
 
-    axes: dict[str, SizeAxis] = {}
-    for name, wanted in asked.items():
-        how: dict[str, Any] = {"study_at": partial(sized, name), "offload": options.offload}
-        along = SizeSearch.along(name, wanted, sweep.asked_bytes, search, samples=example.batch_size, **how)
-        axes[name] = along.run()
-    return replace(curve, batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len"))
+    samples = example.batch_size if asked else 1
+    return sweep.with_sizes(asked, sized, samples=samples, offload=options.offload)
 
 
 def audit(

@@ -15,7 +15,7 @@ from cost_models.measured import Measurement
 from planner.capture import fake_mode
 from planner.common import cache_folder
 from planner.common.options import grouped
-from planner.measure import costing, devices, profiling, timing_cache, workspace
+from planner.measure import costing, devices, profiling, workspace
 from planner.session import step as step_module
 from tests.models import WIDTH, Stack
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     forget(monkeypatch)
     monkeypatch.setattr(costing, "SECONDS_FOR_EACH_OPERATION", 10.0)  # a busy machine measures all as well
-    return tmp_path / timing_cache.KIND
+    return tmp_path / profiling.KIND
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,36 +127,36 @@ def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
 def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
-    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
-    assert timing_cache.find("here") == {"a": Measurement(seconds=1.0)}
+    profiling.keep("here", {"a": Measurement(seconds=1.0)})
+    assert profiling.found_before("here") == {"a": Measurement(seconds=1.0)}
     (path,) = folder.glob("*.json")
     path.write_text(damage)
-    assert timing_cache.find("here") == {} and not path.exists()
+    assert profiling.found_before("here") == {} and not path.exists()
 
 
 def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
+    profiling.keep("here", {"a": Measurement(seconds=1.0)})
     (path,) = folder.glob("*.json")
     precious = path.rename(tmp_path / "precious")
     before = precious.read_text()
     path.symlink_to(precious)
-    timing_cache.keep("here", {"b": Measurement(seconds=2.0)})
-    assert list(timing_cache.find("here")) == ["b"]
+    profiling.keep("here", {"b": Measurement(seconds=2.0)})
+    assert list(profiling.found_before("here")) == ["b"]
     assert precious.read_text() == before
 
 
 def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing_cache, "MOST", 2)
+    monkeypatch.setattr(profiling, "MOST", 2)
     for name in "abc":
-        timing_cache.keep("here", {name: Measurement(seconds=1.0)})
-    assert list(timing_cache.find("here")) == ["b", "c"]
+        profiling.keep("here", {name: Measurement(seconds=1.0)})
+    assert list(profiling.found_before("here")) == ["b", "c"]
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "file"))
-    timing_cache.keep("here", {"a": Measurement(seconds=1.0)})
-    assert timing_cache.find("here") == {}
+    profiling.keep("here", {"a": Measurement(seconds=1.0)})
+    assert profiling.found_before("here") == {}
 
 
 def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(calls: Any) -> None:

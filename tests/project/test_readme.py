@@ -133,8 +133,6 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert re.match(r"(KNEE|TRADE-OFF) ", output.out) and Path("curve.html").stat().st_size
         elif arguments[0] == "strategies":
             assert re.match(r"of \d+ established ways ", output.out)
-        elif arguments[0] == "cache":
-            assert output.out.startswith("the cache is off")
         elif arguments[0] == "calibrate":
             assert output.out.startswith("CALIBRATED ") and Path("this-machine.json").stat().st_size
         else:

@@ -6,15 +6,17 @@ one. So neighbours give a point its first plan and its first bound, and the curv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from planner.analysis.study import Study
-from planner.analysis.trade_off.axes import ENOUGH
-from planner.analysis.trade_off.ranges import parse_budgets, spread
+from planner.analysis.trade_off.axes import ENOUGH, SizeSearch
+from planner.analysis.trade_off.ranges import SizeRange, parse_budgets, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.limits import Clock
-from planner.common.options import Search
+from planner.common.options import Offload, Search
 from planner.common.units import Size
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
 from planner.ir.host import Host, graph_for
@@ -131,6 +133,20 @@ class CurveSweep:
             lossy=self.host is not None and self.host.lossy,
             eager=self.study.origin.eager,
         )
+
+    def with_sizes(
+        self, sizes: Mapping[str, SizeRange], study_at: Callable[[str, int], Study], *, samples: int, offload: Offload
+    ) -> TradeOffCurve:
+        """Return the curve with an axis for each ``"batch_size"`` or ``"seq_len"``, at the budget asked about.
+
+        ``study_at`` captures the step at a size by that name; lengths are those of a batch of so many samples.
+        """
+        axes: dict[str, Any] = {}
+        for name, wanted in sizes.items():
+            assert self.asked_bytes is not None, "sizes are asked with a budget"
+            how: dict[str, Any] = {"study_at": partial(study_at, name), "offload": offload, "samples": samples}
+            axes[f"{name}s"] = SizeSearch.along(name, wanted, self.asked_bytes, self.search, **how).run()
+        return replace(self.curve(), **axes)
 
     def plans(self) -> Iterator[Plan]:
         """Write out the plan of every point, with its step over time."""
