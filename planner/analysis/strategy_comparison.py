@@ -66,28 +66,23 @@ def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Establis
     chosen = [strategies.get(name) for name in names or strategies.known()]
     step = strategies.StrategyStep(study.graph, study.costs, study.unlimited_host())
     found: dict[str, Evaluated] = {}
-    named: dict[str, strategies.Strategy] = {}
     absent: dict[str, str] = {}
     problem = replace(study.problem(), host=step.host)
     optimizer_bytes = optimizer_peak_bytes(study.graph, study.static_memory)
     for strategy in chosen:
         name = strategy.name_for(step)
         try:
-            own = strategy.step_of(step)
-            asked = problem if own is step else replace(problem, graph=own.graph, costs=tuple(own.costs))
-            found[name] = evaluate(asked, strategy.schedule(own), name, optimizer_peak_bytes=optimizer_bytes)
-            named[name] = strategy.strategy
+            found[name] = evaluate(problem, strategy.schedule(step), name, optimizer_peak_bytes=optimizer_bytes)
         except UsageError as error:
             absent[name] = str(error)
-    of_one_device = [one for one in found.values() if named[one.name].step is None]
-    offloading = [one for one in of_one_device if one.host_bytes]
-    others = [one for one in of_one_device if not one.host_bytes]
-    each = replace(search, time_limit_seconds=search.time_limit_seconds / max(len(of_one_device), 1))
+    offloading = [one for one in found.values() if one.host_bytes]
+    others = [one for one in found.values() if not one.host_bytes]
+    each = replace(search, time_limit_seconds=search.time_limit_seconds / max(len(found), 1))
     best = dict(_best_beside(study, others, each))
     for one in offloading:
         best[one.name] = _best_offloading_beside(study, one, others, each)
     baseline = problem.baseline
-    rows = [_row(one, named[one.name], best.get(one.name), baseline.seconds or 1.0) for one in found.values()]
+    rows = [_row(one, best[one.name], baseline.seconds or 1.0) for one in found.values()]
     return Established(
         model=study.graph.name,
         device=study.origin.device,
@@ -100,19 +95,17 @@ def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Establis
     )
 
 
-def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, seconds: float) -> ComparisonRow:
+def _row(found: Evaluated, best: _Best, seconds: float) -> ComparisonRow:
     """Set a strategy beside the best plan that is known, which may be itself."""
-    best_seconds = None if best is None else min(best.added_seconds, found.added_seconds)
-    bound_seconds = None if best is None or best_seconds is None else min(best.lower_bound_seconds, best_seconds)
+    best_seconds = min(best.added_seconds, found.added_seconds)
     return ComparisonRow(
         name=found.name,
         peak_bytes=found.peak_bytes,
         overhead=found.added_seconds / seconds,
-        best_overhead=None if best_seconds is None else best_seconds / seconds,
-        lower_bound_overhead=None if bound_seconds is None else bound_seconds / seconds,
-        solver=best.solver if best is not None and best.added_seconds < found.added_seconds else found.name,
+        best_overhead=best_seconds / seconds,
+        lower_bound_overhead=min(best.lower_bound_seconds, best_seconds) / seconds,
+        solver=best.solver if best.added_seconds < found.added_seconds else found.name,
         host_bytes=found.host_bytes,
-        reason=strategy.note,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from planner.common.registry import defined, unknown
-from planner.errors import UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
@@ -37,12 +36,8 @@ class Chosen:
         number = self._number(step)
         return f"{self.strategy.name}-{number}" if number else self.strategy.name
 
-    def step_of(self, step: StrategyStep) -> StrategyStep:
-        """Return the step as the strategy has it; raises UsageError if it lacks what the strategy is about."""
-        return self.strategy.step(step, self._number(step)) if self.strategy.step else step
-
     def schedule(self, step: StrategyStep) -> Schedule:
-        """Carry it out on a step as it has it; raises UsageError if that lacks what the strategy is about."""
+        """Carry it out on a step; raises UsageError if that lacks what the strategy is about."""
         return self.strategy.schedule(step, self._number(step))
 
     def number_among(self, blocks: int) -> int:
@@ -90,13 +85,6 @@ def get(name: str) -> Chosen:
 def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost], host: Host | None = None) -> Schedule:
     """Return what a strategy does with a step, by one of the :func:`names`; ``host`` is where it may offload to.
 
-    A UsageError says that there is none of that name, that the step lacks what it is about, or that it changes more of
-    the step than a schedule can say.
+    A UsageError says that there is none of that name, or that the step lacks what it is about.
     """
-    chosen = get(name)
-    if chosen.strategy.step is not None:
-        raise UsageError(
-            f"{name!r} divides values over several devices, which no schedule of one device's step can say: only the "
-            "command 'strategies' (planner.analysis.strategy_comparison.compare) shows it"
-        )
-    return chosen.schedule(StrategyStep(graph, costs, host))
+    return get(name).schedule(StrategyStep(graph, costs, host))

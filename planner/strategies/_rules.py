@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from planner.errors import UsageError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.cut_points import turning_point
-from planner.ir.graph import Operation, OperationCost, Phase, Value, operator_name
+from planner.ir.graph import Operation, Phase, operator_name
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, recompute_lazily
 from planner.ir.simulator import simulate
@@ -23,12 +22,6 @@ from planner.strategies._step import StrategyStep
 Blocks = Sequence[Sequence[int]]
 
 Rule = Callable[[StrategyStep, int], Schedule]
-
-DEVICES = 8
-"""Size of the group that values are divided over, where none is named: that of one server."""
-
-GATHER = "gather of shares"
-"""Target of the operation that makes a value from its shares; its inputs are the one that this device holds."""
 
 _NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
 
@@ -195,9 +188,9 @@ def within_share_of_peak(step: StrategyStep, percent: int) -> Schedule:
     return step.checkpointed(step.blocks[:count], whole=True)
 
 
-def entering_blocks(step: StrategyStep, *, whole: bool = False) -> list[int]:
+def entering_blocks(step: StrategyStep) -> list[int]:
     """Return the values that each block is made again from, and no other block is."""
-    return [*chain(*step.entering(step.regions(step.blocks, whole=whole)))]
+    return [*chain(*step.entering(step.regions(step.blocks)))]
 
 
 def policy(saveable: Callable[[Operation], bool]) -> Callable[[StrategyStep, int], Schedule]:
@@ -303,61 +296,6 @@ def unsloth(step: StrategyStep, _: int) -> Schedule:
     """Checkpoint every block, whose input waits on the host if it is large."""
     regions = step.regions(step.blocks, whole=True)
     return inputs_offloaded(step, regions, at_least_bytes=_UNSLOTH_MOVES_ABOVE_BYTES + 1, keeps_last=True, ahead=True)
-
-
-def divided(step: StrategyStep, values: Collection[int], devices: int) -> StrategyStep:
-    """Let each of some values be made from a share that is held beside it.
-
-    Gathering takes no time here: what links devices is not known. Raises UsageError for a single device.
-    """
-    if devices < 2:
-        raise UsageError("a value is divided over two devices at least")
-    chosen = set(values)
-    made: list[Value] = list(step.graph.values)
-    operations: list[Operation] = []
-    costs: list[OperationCost] = []
-    for operation, cost in zip(step.graph.operations, step.costs, strict=True):
-        moved = [value for value in operation.outputs if value in chosen]
-        shares = []
-        for value in moved:
-            shares.append(len(made))
-            whole = made[value]
-            made.append(Value(name=f"share of {whole.name}", size_bytes=-(-whole.size_bytes // devices)))
-        outputs = (*(value for value in operation.outputs if value not in chosen), *shares)
-        held_bytes = sum(made[value].size_bytes for value in moved)
-        operations.append(replace(operation, outputs=outputs))
-        costs.append(replace(cost, workspace_bytes=cost.workspace_bytes + held_bytes))
-        for value, share in zip(moved, shares, strict=True):
-            name = f"gather of {made[value].name}"
-            operations.append(
-                replace(operation, name=name, key=name, target=GATHER, inputs=(share,), outputs=(value,), state_bytes=0,
-                        recomputable=True, flops=0, moved_bytes=0)
-            )  # fmt: skip
-            costs.append(OperationCost(seconds=0.0))
-    graph = replace(step.graph, operations=tuple(operations), values=tuple(made), runs_after=None)
-    return replace(step, graph=graph, costs=costs)
-
-
-def every_block_gathered(step: StrategyStep, _: int) -> Schedule:
-    """Run every block again, after its inputs have been gathered."""
-    gathers = {
-        operation.outputs[0]: index
-        for index, operation in enumerate(step.graph.operations)
-        if operation.target == GATHER
-    }
-    found = []
-    for region in step.regions(step.blocks, whole=True):
-        first = tuple(gathers[value] for value in sorted(step.read_by(region) & gathers.keys()))
-        found.append(replace(region, recompute=(*first, *region.recompute)))
-    return schedule_of(step.graph, found)
-
-
-def hidden_states_divided(step: StrategyStep, number: int) -> StrategyStep:
-    """Divide of what enters each block the largest: the hidden states."""
-    entering = step.entering(step.regions(step.blocks, whole=True))
-    sizes = step.graph.values
-    largest = [max(values, key=lambda u: (sizes[u].size_bytes, -u)) for values in entering if values]
-    return divided(step, largest, number)
 
 
 # Kinds of operators that the rules of several systems speak of.

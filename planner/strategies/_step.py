@@ -111,8 +111,3 @@ class Strategy:
     """Carries it out on a step, with the number (0 if it takes none). Raises UsageError where it does not apply."""
     number: Callable[[int], int] | None = None
     """The number to take for a model of so many blocks, where none is named."""
-    step: Callable[[StrategyStep, int], StrategyStep] | None = None
-    """Gives the step as the strategy has it, with the number, where that is not the step as it is: then its bytes are
-    not those of a schedule of the step, and no plan can be set beside it."""
-    note: str = ""
-    """What its figures leave out."""

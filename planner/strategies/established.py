@@ -39,24 +39,16 @@ activation function makes is dropped once its reader has run, and made again whe
 output is there; their inputs are kept. Megatron-Core does so with the activation functions of experts; here it is
 done with those of every MLP, with the product by a gate.
 
-``--distribute-saved-activations`` with ``full`` keeps of every layer's hidden states the part of this device, and
-gathers them before the layer runs again; sequence parallelism, which divides them anyway, excludes it.
-
 Sources: ``megatron/core/transformer/transformer_config.py`` (``recompute_modules``) and
 ``megatron/core/tensor_parallel/random.py`` in NVIDIA/Megatron-LM; Megatron Core's developer guide, 0.20.
 
-DeepSpeed's checkpoints of every block: their inputs wait on the host, or are divided over a model-parallel group.
+DeepSpeed's checkpoints of every block: their inputs wait on the host.
 
 Autograd is entered anew for each block, so all of a block runs again. ``cpu_checkpointing`` copies the block's inputs
 to the host before the block runs, and back before it runs again, on the stream that computes: the copies out hold
 computing up, which is not counted here as far as they would hide behind the block; those back are waited for.
-``partition_activations`` keeps of every input the part of this device, cloned before the block runs, and gathers it
-before the block runs again. ``contiguous_memory_optimization`` puts these parts into one buffer made at the begin:
-the same bytes, and less fragmentation, so it has no row of its own.
-
-Sources: ``deepspeed/runtime/activation_checkpointing/checkpointing.py`` (``CheckpointFunction``,
-``partition_activations``, ``gather_partitioned_activations``) in deepspeedai/DeepSpeed; the section on activation
-checkpointing of DeepSpeed's configuration.
+Sources: ``deepspeed/runtime/activation_checkpointing/checkpointing.py`` (``CheckpointFunction``) in
+deepspeedai/DeepSpeed; the section on activation checkpointing of DeepSpeed's configuration.
 
 JAX's policies, for the whole step as one function: what may not be saved is made again at its first need.
 
@@ -106,8 +98,6 @@ from __future__ import annotations
 from planner.strategies import _rules as rules
 from planner.strategies._step import Strategy
 
-_GATHERS = "gathering what N devices share takes time, which is not counted"
-
 # fmt: off
 STRATEGIES = (
     Strategy("pytorch-checkpoint", "torch.utils.checkpoint around every block", rules.checkpoint()),
@@ -137,17 +127,9 @@ STRATEGIES = (
     Strategy("megatron-selective", "Megatron-Core, selective: core attention", rules.core_attention),
     Strategy("megatron-output-discarding",
              "Megatron-Core, selective: outputs of layer norms and activation functions", rules.output_discarding),
-    Strategy("megatron-distributed",
-             "Megatron-Core, full, hidden states divided over N devices (--distribute-saved-activations)",
-             rules.every_block_gathered, lambda blocks: rules.DEVICES, rules.hidden_states_divided, _GATHERS),
     Strategy("deepspeed-cpu-checkpointing",
              "DeepSpeed: every block runs again, its inputs wait on the host (cpu_checkpointing)",
              lambda step, _: rules.inputs_offloaded(step, step.regions(step.blocks, whole=True))),
-    Strategy("deepspeed-partition-activations",
-             "DeepSpeed: every block runs again, its inputs divided over N devices (partition_activations)",
-             rules.every_block_gathered, lambda blocks: rules.DEVICES,
-             lambda step, number: rules.divided(step, rules.entering_blocks(step, whole=True), number),
-             _GATHERS),
     Strategy("jax-nothing-saveable", "jax.checkpoint around the whole step, nothing_saveable",
              rules.policy(lambda operation: False)),
     Strategy("jax-dots-saveable", "jax.checkpoint around the whole step, dots_saveable: products are kept",

@@ -31,7 +31,7 @@ from planner.plans.plan import ComparisonRow, PlanOrigin
 from planner.report.comparisons import render_established
 from planner.report.comparisons import strategies_answer as answer
 from planner.strategies import StrategyStep, _rules
-from planner.strategies._rules import GATHER, peak_bytes, searched_count
+from planner.strategies._rules import peak_bytes, searched_count
 from tests.example_graphs import Builder, transformer
 
 GRAPH, COSTS = transformer(4)
@@ -287,27 +287,6 @@ def test_jax_offloads_what_it_would_else_keep() -> None:
     assert strategies.schedule("jax-offload-dot-with-no-batch-dims", graph, costs, HOST).order == kept.order
 
 
-@pytest.mark.parametrize("name", ["deepspeed-partition-activations-4", "megatron-distributed-4"])
-def test_divided_inputs_are_shares_between_forward_and_backward(name: str) -> None:
-    graph, costs = chain()
-    chosen = strategies.get(name)
-    step = chosen.step_of(StrategyStep(graph, costs))
-    schedule = chosen.schedule(step)
-    gathers = [index for index, operation in enumerate(step.graph.operations) if operation.target == GATHER]
-    assert [schedule.order.count(index) >= 2 for index in gathers] == [True] * 3
-    turn = schedule.order.index(turning_point(step.graph))
-    across = [copy for copy in lifetimes(step.graph, schedule) if copy.born < turn <= copy.died]
-    shares = [step.graph.operations[gather].inputs[0] for gather in gathers]
-    assert {copy.value for copy in across if step.graph.values[copy.value].size_bytes == 16} == set(shares)
-    whole = simulate(graph, costs, strategies.schedule("tensorflow-recompute-grad", graph, costs))
-    found = simulate(step.graph, step.costs, schedule)
-    assert found.recompute_seconds == whole.recompute_seconds and found.peak_bytes <= whole.peak_bytes
-    with pytest.raises(UsageError, match="divides values over several devices"):
-        strategies.schedule(name, graph, costs)
-    with pytest.raises(UsageError, match="two devices at least"):
-        strategies.get(f"{chosen.strategy.name}-1").step_of(StrategyStep(graph, costs))
-
-
 def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
     study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), static_memory=StaticMemory())
     found = compare(study, Search(time_limit_seconds=0.5), ["save-on-cpu", "every-2"])
@@ -357,15 +336,13 @@ MAY_KEEP: dict[str, Callable[[Operation], bool]] = {
 
 ELSEWHERE = (
     "deepspeed-cpu-checkpointing",
-    "deepspeed-partition-activations-8",
     "jax-offload-dot-with-no-batch-dims",
     "jax-save-and-offload-only-these-names",
-    "megatron-distributed-8",
     "offloaded-checkpoint",
     "save-on-cpu",
     "unsloth",
 )
-"""Those that let values wait on the host, or divide them over devices."""
+"""Those that let values wait on the host."""
 
 
 def test_every_strategy_is_listed_here() -> None:
@@ -399,9 +376,7 @@ def test_no_bound_is_above_a_strategy() -> None:
     seconds = found.baseline_step_seconds
     host = study_of(graph, costs).unlimited_host()
     for row in found.rows:
-        if row.best_overhead is None or row.lower_bound_overhead is None:
-            assert row.note and row.name.startswith(("deepspeed-partition", "megatron-distributed"))
-            continue
+        assert row.best_overhead is not None and row.lower_bound_overhead is not None
         assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead
         evaluation = simulate(graph, costs, strategies.schedule(row.name, graph, costs, host), host)
         assert row.peak_bytes == evaluation.peak_bytes + graph.total_static_bytes
@@ -507,13 +482,13 @@ def make():
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(FACTORY, encoding="utf-8")
-    names = "every-layer,megatron-block,sqrt,megatron-selective,save-on-cpu,megatron-distributed"
+    names = "every-layer,megatron-block,sqrt,megatron-selective,save-on-cpu"
     assert cli.main(["strategies", "own.py:make", "--only", names, "--time-limit", "2", "--json", "all.json"]) == 0
     shown = capsys.readouterr().out
     report = json.loads(Path("all.json").read_text(encoding="utf-8"))
     assert shown.startswith("of 4 established ways ")
     found = {row["name"] for row in report["strategies"]}
-    assert found == {"pytorch-checkpoint", "megatron-block-3", "sqrt", "save-on-cpu", "megatron-distributed-8"}
+    assert found == {"pytorch-checkpoint", "megatron-block-3", "sqrt", "save-on-cpu"}
     assert [row["name"] for row in report["absent"]] == ["megatron-selective"]
     for row in (row for row in report["strategies"] if row["best_overhead"] is not None):
         assert row["lower_bound_overhead"] <= row["best_overhead"] <= row["overhead"]
