@@ -93,6 +93,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "relaxed_bytes": (PLANS, {"solvers.ilp._StepCutSearch.cuts_of_shares": _value(None)}),
     "tree: branching (HiGHS branches instead)": (PLANS, {"solvers.ilp._StepCutSearch.whole": _whole_by_highs}),
     "repair of integer solutions": (PLANS, {"solvers.ilp._StepCutSearch.mend": _value(None)}),
+    "repair of integer solutions: reruns taken back": (PLANS, {"solvers.ilp.take_back": _second}),
     "solution_pool: crossing": (
         PLANS, {"solving.solution_pool.SolutionPool.crossed": lambda pool: list(pool.random.choice(pool.members).keys)},
     ),
