@@ -88,18 +88,19 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dominated_values": (
         PLANS, {f"solving.{where}.dominated_values": _value([]) for where in ("step_cut", "branch_and_bound")},
     ),
-    "presolve, one value for several": (PLANS, {"solvers.ilp.merged": _first, "solving.rerun_set.merged": _first}),
-    "presolve, without small values": (PLANS, {"solvers.ilp.without_small": _first}),
+    "presolve: one value for several": (PLANS, {"solvers.ilp.merged": _first, "solving.rerun_set.merged": _first}),
+    "presolve: without small values": (PLANS, {"solvers.ilp.without_small": _first}),
     "relaxed_bytes": (PLANS, {"solvers.ilp._StepCutSearch.cuts_of_shares": _value(None)}),
-    "tree, branching (HiGHS branches instead)": (PLANS, {"solvers.ilp._StepCutSearch.whole": _whole_by_highs}),
+    "tree: branching (HiGHS branches instead)": (PLANS, {"solvers.ilp._StepCutSearch.whole": _whole_by_highs}),
     "repair of integer solutions": (PLANS, {"solvers.ilp._StepCutSearch.mend": _value(None)}),
-    "solution_pool, crossing": (
+    "repair of integer solutions: reruns taken back": (PLANS, {"solvers.ilp.take_back": _second}),
+    "solution_pool: crossing": (
         PLANS, {"solving.solution_pool.SolutionPool.crossed": lambda pool: list(pool.random.choice(pool.members).keys)},
     ),
     "peak_repair for a first plan": (FIRST, {"solvers.search.with_lower_peak": _second}),
     "minimum_peak_search for a first plan": (FIRST, {"solvers.search.lowest_plan": _second}),
     "peak_proof": (FLOORS, {"solving.peak_bounds.proven_by_last_births": _highest}),
-    "peak_proof, pairs": (FLOORS, {"solving.peak_proof.Births._by_pairs": lambda _, live, peak: peak}),
+    "peak_proof: pairs": (FLOORS, {"solving.peak_proof.Births._by_pairs": lambda _, live, peak: peak}),
     "minimum_peak_search": (FLOORS, {"solvers.search.lowest_plan": _second}),
     "peak_repair": (FLOORS, {"solving.minimum_peak_search.with_lower_peak": _second}),
     "orders": (ORDERS, {"plans.ordering.promising_order": _value(None)}),
@@ -112,7 +113,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "room for transfers": (OFFLOADS, {"solvers.offload_search._OffloadSearch.make_room": _value(None)}),
     "single values": (OFFLOADS, {"solvers.offload_search._OffloadSearch.flip": _value(False)}),
     "single_flip_search": (OFFLOADS, {"solving.single_flip_search.SingleFlipSearch.better": _value(None)}),
-    "waiting less, all of it": (OFFLOADS, {"solvers.offload_search._OffloadSearch.wait_less": _value(None)}),
+    "waiting less: all of it": (OFFLOADS, {"solvers.offload_search._OffloadSearch.wait_less": _value(None)}),
 }  # fmt: skip
 """By name, the cases that a part works on, and what is replaced to switch it off."""
 

@@ -1,8 +1,7 @@
 """torchtitan: a policy class beside its own ``FullAC``.
 
 Its policies treat every block alike; a subclass that leaves some blocks unwrapped is what its
-``activation_checkpoint`` field takes for a choice of layers. Where all blocks run again, its own
-``FullAC`` does, ``activation_checkpoint:full`` on the command line.
+``activation_checkpoint`` field takes for a choice of layers.
 Source: ``torchtitan/distributed/activation_checkpoint.py`` and ``torchtitan/trainer.py`` in
 pytorch/torchtitan.
 """
@@ -27,30 +26,16 @@ class _TorchTitan(OwnLayers):
     def place(self, step: ExportStep) -> Placement:
         chosen = step.best_modules(step.row)
         positions = [index for index, block in enumerate(step.row) if block in chosen.modules]
-        return Placement(groups=chosen.groups, settings={"numbers": positions, "all": len(positions) == len(step.row)})
+        return Placement(groups=chosen.groups, settings={"numbers": positions})
 
     def write(self, placement: Placement, plan: Plan) -> str:
-        if not placement.groups:
-            return """\
-# In a config_registry function: Trainer.Config(activation_checkpoint=ACTIVATION_CHECKPOINT, ...);
-# on the command line: activation_checkpoint:none
-ACTIVATION_CHECKPOINT = None
-"""
-        if placement.settings["all"]:
-            return """\
-# In a config_registry function: Trainer.Config(activation_checkpoint=ACTIVATION_CHECKPOINT, ...);
-# on the command line: activation_checkpoint:full
-from torchtitan.distributed.activation_checkpoint import FullAC
-
-ACTIVATION_CHECKPOINT = FullAC.Config()
-"""
         return f'''\
 # In a config_registry function: Trainer.Config(activation_checkpoint=PlannedAC.Config(), ...)
 from dataclasses import dataclass
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-{numbers("BLOCKS", placement.settings["numbers"])}
+{numbers("BLOCKS", placement.settings.get("numbers", ()))}
 
 class PlannedAC(FullAC):
     """Recompute the blocks of BLOCKS, by their number, and keep the others."""

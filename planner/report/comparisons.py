@@ -216,14 +216,9 @@ def _pays(row: ComparisonRow) -> str:
 
 def _strategy_notes(established: Established) -> list[str]:
     names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, said in (
-        *established.absent.items(),
-        *((row.name, row.reason) for row in established.rows if row.reason),
-    ):
+    for name, said in established.absent.items():
         names_of[said].append(name)
     lines = [f"{', '.join(names)}: {said}" for said, names in names_of.items()]
-    if any(row.best_overhead is None for row in established.rows):
-        lines.append("Strategies that divide values over devices have no plan beside them: plans are for one device.")
     if any(row.host_bytes for row in established.rows):
         lines.append("Strategies that offload are compared with the best plan that may use as much host memory.")
     lines.append(

@@ -113,20 +113,19 @@ def needed_after(problem: Problem, latest: int) -> tuple[list[int], list[int]]:
     return [index for index in range(latest + 1) if worth[index]], holdable
 
 
-def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model | None:
+def build(problem: Problem, cuts: Sequence[Cut]) -> Model | None:
     """Write down the integer programme for some cuts; None if one of them breaks the budget whatever is dropped.
 
     Cuts are in order of time. One with ``again`` set follows, perhaps after others like it, the cut of
-    the operation before its ``step``, and so precedes that of ``step``. At each cut some of the budget may
-    be left free; the optimum is a proven bound if none is.
+    the operation before its ``step``, and so precedes that of ``step``. The optimum is a proven bound.
 
     O(cuts x (operations + their inputs)) columns and rows. Where ``run_again`` is whole, ``held``
     need not be declared so: each of its columns is bounded from below by differences of whole ones.
     Rows between neighbouring cuts are those of Jain et al., "Checkmate: Breaking the Memory Wall
     with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages. The relaxation of several cuts
-    is weak without those that :mod:`planner.solving.cutting_planes` and :mod:`planner.solving.cutting_planes` add.
+    is weak without those that :mod:`planner.solving.cutting_planes` adds.
     """
-    builder = _Builder(problem, cuts, spare_bytes)
+    builder = _Builder(problem, cuts)
     if min(builder.room_bytes) < 0:
         return None
     for number in range(len(cuts)):
@@ -139,7 +138,7 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model 
 
 
 class _Builder:
-    def __init__(self, problem: Problem, cuts: Sequence[Cut], spare_bytes: int) -> None:
+    def __init__(self, problem: Problem, cuts: Sequence[Cut]) -> None:
         self.problem = problem
         self.graph = graph = problem.graph
         self.cuts = cuts
@@ -153,7 +152,7 @@ class _Builder:
         operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
         for cut in cuts:
             again, holdable = needed_after(problem, cut.latest)
-            room = problem.budget_bytes - spare_bytes
+            room = problem.budget_bytes
             room -= sum(v.size_bytes for u, v in enumerate(values) if v.retained and producer[u] <= cut.latest)
             fixed = {u for u in holdable if not operations[producer[u]].recomputable and readers[u][-1] > cut.latest}
             if not cut.again:
