@@ -9,6 +9,7 @@ has brought schedules under the budget that came near it, so that a plan comes b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,13 @@ from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
+from planner.solving.branch_and_bound import Branching, Limits, PseudoCosts, Tree
 from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
-from planner.solving.milp import Answer, Relaxation, minimise, relaxed
+from planner.solving.milp import Answer, Relaxation, exact_optimum, relaxed
 from planner.solving.presolve import merged, without_small
 from planner.solving.relaxed_bytes import bytes_between
-from planner.solving.repair import lower_peak, without_useless
+from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
 
 _LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
@@ -45,11 +47,9 @@ _MENDED_SHARE = 0.05
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
-_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN = 1e-5, 8e-9
-"""About what a relaxation takes for each row, and for each row and step; where work is counted."""
-
-_SECONDS_PER_TURN = 1e-3
-"""About how long branch and bound goes on until HiGHS asks again whether to stop, likewise."""
+_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _NODE_SECONDS_PER_ROW = 1e-5, 8e-9, 2e-7
+"""About what a relaxation takes for each row, and for each row and step, and where only little of it has changed; where
+work is counted."""
 
 _SHARES_SECONDS_PER_VALUE = 1e-6
 """About what it takes to carry shares out, for each value and cut; where work is counted."""
@@ -112,6 +112,9 @@ class _StepCutSearch:
         self.ways: list[Path] = []
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
+        self.gains = PseudoCosts()
+        self.decided: list[Limits] = [{}]
+        """What is decided at each open node of the last tree."""
 
     def run(self) -> None:
         problem, count = self.problem, len(self.problem.graph.operations)
@@ -150,7 +153,7 @@ class _StepCutSearch:
     def decide(self, cuts: list[Cut]) -> None:
         """Solve whole programmes, and add the cuts that the schedule of each calls for."""
         while not self.is_over():
-            found = self.whole(cuts)
+            found = self.whole(cuts, 1.0)
             if found is None:
                 break
             model, columns = found
@@ -166,8 +169,8 @@ class _StepCutSearch:
             cuts = more or cuts
 
     def use_exact_problem(self) -> None:
-        """Let programmes be about the smallest values, too; what was added without them goes."""
-        self.reduced, self.ways, self.roundings = self.exact, [], []
+        """Let programmes be about the smallest values, too; what was decided and added without them goes."""
+        self.reduced, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
 
     def carried_out(
         self, cuts: list[Cut], model: Model, columns: Sequence[float]
@@ -199,7 +202,7 @@ class _StepCutSearch:
         relaxation = relaxed(model)
         answer = Answer(None, 0.0)
         while self.clock.left(share) > 0:
-            found = self.solve(relaxation, model)
+            found = self.solve(relaxation, model, _LP_SECONDS_PER_ROW)
             if found.infeasible:
                 raise self.incumbent.infeasible(proven=True)
             if found.columns is None:
@@ -219,30 +222,44 @@ class _StepCutSearch:
             raise self.incumbent.infeasible(proven=True)
         return model, _Rows(PathRows(self.reduced, cuts, model, self.ways), BudgetRows(model, self.roundings))
 
-    def solve(self, relaxation: Relaxation, model: Model) -> Answer:
+    def solve(self, relaxation: Relaxation, model: Model, seconds_per_row: float, turns: int | None = None) -> Answer:
         """Solve a relaxation in the time that is left."""
         clock = self.clock
-        answer = relaxation.solve(None if clock.counts_work else max(clock.left(), 0.05))
-        clock.work(len(model.rows) * (_LP_SECONDS_PER_ROW + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
+        answer = relaxation.solve(None if clock.counts_work else max(clock.left(), 0.05), turns)
+        clock.work(len(model.rows) * (seconds_per_row + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
         return answer
 
-    def whole(self, cuts: list[Cut]) -> tuple[Model, list[float]] | None:
+    def whole(self, cuts: list[Cut], share: float) -> tuple[Model, list[float]] | None:
         """Look for the optimum of whole solutions until time is over, or plan and bound are near enough."""
-        self.relaxed(cuts, 1.0)
-        model, _ = self.model(cuts)  # without the rows that turned out not to matter
-        clock = self.clock
+        self.relaxed(cuts, share)
+        model, rows = self.model(cuts)  # without the rows that turned out not to matter
+        relaxation = relaxed(model)
+        branching = Branching(self.reduced, cuts, model)
 
-        def is_over(bound: float) -> bool:
-            clock.work(_SECONDS_PER_TURN)
-            self.incumbent.raise_bound(bound * self.scale)
-            return self.is_over()
+        def solve(turns: int | None) -> Answer:
+            return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
 
-        answer = minimise(model, seconds=None if clock.counts_work else max(clock.left(), 0.05), is_over=is_over)
-        clock.work(_SECONDS_PER_TURN)
-        if answer.infeasible:
-            raise self.incumbent.infeasible(proven=True)
-        self.incumbent.raise_bound(answer.bound * self.scale)
-        return None if answer.columns is None else (model, answer.columns)
+        tree = Tree(model, branching, relaxation, rows.add_broken, self.gains, solve)
+        if not tree.open_nodes(map(branching.known, self.decided), self.cutoff):
+            return None
+        leaf = None
+        while True:
+            bound = tree.bound(self.cutoff)
+            if math.isinf(bound):
+                raise self.incumbent.infeasible(proven=True)
+            self.incumbent.raise_bound(
+                (bound if leaf is None else exact_optimum(model, leaf.columns, bound)) * self.scale
+            )
+            if leaf is not None or self.is_over(share):
+                break
+            leaf = tree.branch(self.cutoff)
+        self.decided = [node.limits for node in tree.open]
+        return None if leaf is None else (model, leaf.columns)
+
+    @property
+    def cutoff(self) -> float:
+        """What the best plan costs, in the unit of programmes."""
+        return self.incumbent.added_seconds / self.scale
 
     def offer(self, order: Sequence[int]) -> None:
         """Offer a schedule without the reruns that nobody needs."""
@@ -251,7 +268,11 @@ class _StepCutSearch:
     def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search, in a share of the time."""
         is_all = self.is_alone and self.incumbent.schedule is None
-        self.offer(lower_peak(self.problem, order, self.clock if is_all else self.clock.part(_MENDED_SHARE))[0])
+        clock = self.clock if is_all else self.clock.part(_MENDED_SHARE)
+        order, peak_bytes = lower_peak(self.problem, order, clock)
+        if peak_bytes <= self.problem.budget_bytes:
+            order = take_back(self.problem, order, clock)
+        self.offer(order)
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
         """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""

@@ -5,7 +5,8 @@ The only module that knows either library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +17,7 @@ from planner.errors import SolverUnavailableError
 from planner.solving.step_cut import Model, Row
 
 _TOLERANCE = 1e-6
-"""By so much, relatively, the objective of a relaxation and the bound of a search may be wrong."""
+"""By so much, relatively, the objective of a relaxation may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,11 @@ def minimise(
     turns: int | None = None,
     gap: float = 0.0,
     relax: bool = False,
-    is_over: Callable[[float], bool] = lambda bound: False,
 ) -> Answer:
     """Solve a model, or its LP relaxation, whose columns need not be whole.
 
-    A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to, or where
-    objective and bound are no further apart than the gap, or when it is over: that is asked as often, with the bound
-    that is proven by then. None of that but seconds limits a relaxation.
+    A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC: after
+    so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
     """
     if not model.rows:
         return Answer([0.0] * len(model.cost), 0.0)
@@ -50,12 +49,12 @@ def minimise(
         return relaxed(model).solve(seconds)
     highspy, asked = _highspy(), 0
     if highspy is None:
-        return _cbc(model, seconds, turns)[0]
+        return _PulpProgramme(model, relax=False).solve(seconds, turns)
 
-    def ask(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
+    def count(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
         nonlocal asked
         asked += 1
-        if is_over(_lowered(output.mip_dual_bound)) or (turns is not None and asked > turns):
+        if turns is not None and asked > turns:
             answer.user_interrupt = True
 
     highs = _silent(highspy)
@@ -63,23 +62,24 @@ def minimise(
     for name, value in options.items():
         if value is not None:
             highs.setOptionValue(name, value)
-    highs.setCallback(ask, None)
-    highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+    if turns is not None:
+        highs.setCallback(count, None)
+        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
     highs.passModel(_matrix(highspy, model, relax=False))
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
     if _is_infeasible(highspy, status):
         return Answer(None, 0.0, infeasible=True, turns=asked)
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    columns, bound = _columns(highs) if found else None, _lowered(info.mip_dual_bound)
+    columns, bound = _columns(highs) if found else None, info.mip_dual_bound
     if status == highspy.HighsModelStatus.kOptimal and columns is not None:
-        bound = _exact_optimum(model, columns, bound)
-    return Answer(columns, bound, turns=asked)
+        bound = exact_optimum(model, columns, bound)
+    return Answer(columns, max(bound, 0.0), turns=asked)
 
 
 def relaxed(model: Model) -> Relaxation:
     """Return the LP relaxation of a model."""
-    return Relaxation(model) if _highspy() is not None else _CbcRelaxation(model)
+    return Relaxation(model) if _highspy() is not None else _PulpProgramme(model, relax=True)
 
 
 class Relaxation:
@@ -106,11 +106,29 @@ class Relaxation:
             return Answer(None, 0.0, infeasible=True, turns=steps)
         if status != self.highspy.HighsModelStatus.kOptimal:
             return Answer(None, info.objective_function_value, turns=steps)
-        return Answer(_columns(highs), _lowered(info.objective_function_value), turns=steps)
+        bound = max(info.objective_function_value * (1 - _TOLERANCE), 0.0)
+        return Answer(_columns(highs), bound, turns=steps)
+
+    def basis(self) -> Any:
+        """Return the simplex basis that it has come to."""
+        return self.highs.getBasis()
+
+    def restart_from(self, basis: Any) -> None:
+        """Restart from an earlier basis; the model must have no more rows than then."""
+        self.highs.setBasis(basis)
 
     def prices(self) -> list[float]:
         """Return, for each row at the last optimum, by how much the objective rises with what the row is at least."""
         return list(self.highs.getSolution().row_dual)
+
+    def limit_column(self, column: int, low: float, high: float) -> None:
+        """Narrow what a column may be, or widen it again."""
+        self.highs.changeColBounds(column, low, high)
+
+    def limit_row(self, row: int, low: float, high: float) -> None:
+        """Narrow what the sum of a row of the model may be, or widen it again."""
+        self._add_new_rows()
+        self.highs.changeRowBounds(row, low, high)
 
     def _add_new_rows(self) -> None:
         rows = self.model.rows[self.num_rows :]
@@ -122,60 +140,74 @@ class Relaxation:
         self.highs.addRows(len(rows), least, highest, len(columns), starts[:-1], columns, weights)
 
 
-class _CbcRelaxation(Relaxation):
-    """The LP relaxation of a model, solved by CBC from the start each time."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.last_prices: list[float] = []
-
-    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
-        answer, self.last_prices = _cbc(self.model, seconds, turns, relax=True)
-        return answer
-
-    def prices(self) -> list[float]:
-        return self.last_prices
-
-
-def _cbc(model: Model, seconds: float | None, turns: int | None, *, relax: bool = False) -> tuple[Answer, list[float]]:
-    """Solve a model, or its relaxation, by CBC; after so many nodes it stops. Also return the prices of its rows."""
-    pulp = _pulp()
-    programme = pulp.LpProblem("model", pulp.LpMinimize)
-    kinds = [pulp.LpInteger if whole and not relax else pulp.LpContinuous for whole in model.integer]
-    columns = [pulp.LpVariable(f"x{number}", 0, 1, kind) for number, kind in enumerate(kinds)]
-    programme += pulp.LpAffineExpression(zip(columns, model.cost, strict=True))
-    for terms, least in model.rows:
-        programme += pulp.LpAffineExpression([(columns[number], weight) for number, weight in terms]) >= least
-    programme.solve(pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=None if relax else turns))
-    prices = [row.pi or 0.0 for row in programme.constraints.values()]
-    if programme.status == pulp.LpStatusInfeasible:
-        return Answer(None, 0.0, infeasible=True), prices
-    # With a limit CBC reports Optimal for what is only an incumbent; sol_status alone tells them apart.
-    is_optimal = programme.sol_status == pulp.LpSolutionOptimal
-    if not is_optimal and (relax or programme.sol_status != pulp.LpSolutionIntegerFeasible):
-        return Answer(None, 0.0), prices
-    found = [column.varValue or 0.0 for column in columns]
-    if not is_optimal:  # CBC keeps its dual bound to itself
-        return Answer(found, _cbc(model, seconds, None, relax=True)[0].bound), prices
-    bound = _lowered(pulp.value(programme.objective) or 0.0)
-    return Answer(found, bound if relax else _exact_optimum(model, found, bound)), prices
-
-
-def _exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
+def exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
     """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
     exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
     return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
 
 
-def _lowered(bound: float) -> float:
-    """Return what is proven where HiGHS gives a bound: its tolerance may have raised that."""
-    return max(bound * (1 - _TOLERANCE), 0.0)
+def may_beat(bound: float, cutoff: float) -> bool:
+    """Say whether what costs no less than a bound may cost less than the cutoff, by more than rounding."""
+    return bound + 2 * _TOLERANCE * max(1.0, bound) < cutoff
+
+
+class _PulpProgramme(Relaxation):
+    """A model, or its relaxation, that CBC solves from the start each time."""
+
+    def __init__(self, model: Model, *, relax: bool) -> None:
+        self.pulp, self.model, self.relax = _pulp(), model, relax
+        self.columns: dict[int, tuple[float, float]] = {}
+        self.rows: dict[int, tuple[float, float]] = {}
+        self.last_prices: list[float] = []
+
+    def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
+        pulp, model = self.pulp, self.model
+        programme = pulp.LpProblem("model", pulp.LpMinimize)
+        kinds = [pulp.LpInteger if whole and not self.relax else pulp.LpContinuous for whole in model.integer]
+        found = [pulp.LpVariable(f"x{c}", *self.columns.get(c, (0, 1)), kind) for c, kind in enumerate(kinds)]
+        programme += pulp.LpAffineExpression([(found[c], cost) for c, cost in enumerate(model.cost) if cost])
+        sums = [pulp.LpAffineExpression([(found[c], weight) for c, weight in terms]) for terms, _ in model.rows]
+        for row, (_, least) in enumerate(model.rows):
+            programme += sums[row] >= self.rows.get(row, (least, None))[0]
+        for row, (_, high) in self.rows.items():
+            if math.isfinite(high):
+                programme += sums[row] <= high
+        nodes = None if self.relax else turns
+        programme.solve(pulp.PULP_CBC_CMD(mip=not self.relax, msg=False, timeLimit=seconds, maxNodes=nodes))
+        self.last_prices = [row.pi or 0.0 for row in programme.constraints.values()][: len(model.rows)]
+        if programme.status == pulp.LpStatusInfeasible:
+            return Answer(None, 0.0, infeasible=True)
+        # With a limit CBC reports Optimal for what is only an incumbent; sol_status alone tells them apart.
+        is_optimal = programme.sol_status == pulp.LpSolutionOptimal
+        if not (is_optimal or (programme.sol_status == pulp.LpSolutionIntegerFeasible and not self.relax)):
+            return Answer(None, 0.0)
+        values = [column.varValue or 0.0 for column in found]
+        if self.relax:
+            return Answer(values, max((pulp.value(programme.objective) or 0.0) * (1 - _TOLERANCE), 0.0))
+        if is_optimal:
+            return Answer(values, sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5))
+        return Answer(values, _PulpProgramme(model, relax=True).solve(seconds).bound)  # CBC keeps its dual bound
+
+    def basis(self) -> Any:
+        return None
+
+    def restart_from(self, basis: Any) -> None:
+        pass
+
+    def prices(self) -> list[float]:
+        return self.last_prices
+
+    def limit_column(self, column: int, low: float, high: float) -> None:
+        self.columns[column] = low, high
+
+    def limit_row(self, row: int, low: float, high: float) -> None:
+        self.rows[row] = low, high
 
 
 def _highspy() -> Any:
     """Return HiGHS; None if it is not installed."""
     try:
-        return import_module("highspy")  # it has no types, and takes a while
+        return import_module("highspy")  # it has no types
     except ImportError:
         return None
 
@@ -187,8 +219,11 @@ def _pulp() -> Any:
     its inputs. A new thread has no such frames.
     """
     with ThreadPoolExecutor(max_workers=1) as thread:
-        pulp = thread.submit(import_module, "pulp").result()
-    if not pulp.PULP_CBC_CMD().available():
+        try:
+            pulp = thread.submit(import_module, "pulp").result()
+        except ImportError:
+            pulp = None
+    if pulp is None or not pulp.PULP_CBC_CMD().available():
         raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
     return pulp
 

@@ -1,4 +1,4 @@
-"""Local search on a schedule: recompute what is idle at the peak until it fits.
+"""Local search on a schedule: recompute what is idle at the peak until it fits, then drop needless recomputation.
 
 It proves nothing and always ends. Solvers use it to bring a good schedule that breaks the budget
 somewhere under it.
@@ -7,21 +7,16 @@ somewhere under it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 
 from planner.common.limits import Clock
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import Copy, lifetimes
 
 _SECONDS_PER_RUN = 1e-5
 """About what it takes to look at a schedule, for each of its runs."""
-
-_PATIENCE, _RUNS_AT_ONCE = 60, 200
-"""Rounds in a row that bring no lower peak, until it ends; and operations that one value may run again, at most."""
-
-_BORN = attrgetter("born")
 
 
 def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
@@ -43,78 +38,121 @@ def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
     return kept[::-1]
 
 
-class _Layout:
-    """A schedule with what the simulator says of it, laid out for asking what is idle at its peak.
+class Layout:
+    """A schedule with the lifetimes of all copies and the bytes at each position.
 
-    Building one is O(runs x (inputs + outputs)).
+    The same rules as :func:`planner.ir.simulator.simulate`, laid out for asking questions about one
+    position; building one is O(runs x (inputs + outputs)).
     """
 
     def __init__(self, problem: Problem, order: Sequence[int]) -> None:
-        self.problem, schedule = problem, Schedule(tuple(order))
-        evaluation = problem.evaluate(schedule)
-        self.peak_bytes, self.peak = evaluation.peak_bytes, evaluation.peak_position
-        self.runs: dict[int, list[int]] = {}
-        """Where each operation runs."""
+        self.problem = problem
+        self.order = order
+        graph, costs = problem.graph, problem.costs
+        operations, values = graph.operations, graph.values
+        end = len(order) - 1
+        current = [-1] * len(values)
+        self.copies_of: list[list[int]] = [[] for _ in values]
+        self.value: list[int] = []
+        self.born: list[int] = []
+        self.died: list[int] = []
+        self.reads: list[list[int]] = []
+        change = [0] * (end + 2)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        born, died, reads, value_of = self.born, self.died, self.reads, self.value
         for position, index in enumerate(order):
-            self.runs.setdefault(index, []).append(position)
-        self.touched = {*problem.graph.operations[order[self.peak]].inputs} if order else set[int]()
-        """What is read at the peak."""
-        self.copies: dict[int, list[Copy]] = {}
-        """Of each value that does not stay anyway."""
-        for copy in lifetimes(problem.graph, schedule):
-            if not problem.graph.values[copy.value].retained:
-                self.copies.setdefault(copy.value, []).append(copy)
+            operation = operations[index]
+            for u in operation.inputs:
+                reads[current[u]].append(position)
+            for u in operation.outputs:
+                if current[u] >= 0 and values[u].retained:
+                    change[position] += values[u].size_bytes
+                    change[position + 1] -= values[u].size_bytes
+                    continue
+                current[u] = len(born)
+                self.copies_of[u].append(len(born))
+                value_of.append(u)
+                born.append(position)
+                died.append(end if values[u].retained else position)
+                reads.append([])
+            if index in first:
+                last[index] = position
+            else:
+                first[index] = position
+        for copy, u in enumerate(value_of):
+            if reads[copy] and not values[u].retained:
+                died[copy] = reads[copy][-1]
+            size = values[u].size_bytes
+            change[born[copy]] += size
+            change[died[copy] + 1] -= size
+        for index, position in last.items():
+            change[first[index]] += operations[index].state_bytes
+            change[position + 1] -= operations[index].state_bytes
+        self.first = first
+        self.bytes = list(map(add, accumulate(change), (costs[index].workspace_bytes for index in order)))
+        self.peak_bytes = max(self.bytes, default=0)
 
-    def idle(self) -> Iterator[tuple[int, int]]:
-        """Return the values live but unused at the peak, each with the position of its next read."""
-        graph = self.problem.graph
-        for u, copies in self.copies.items():
-            if u in self.touched or not graph.values[u].size_bytes:
+    def copy_at(self, value: int, position: int) -> int:
+        """Return the newest copy of a value made before a position."""
+        copies = self.copies_of[value]
+        return copies[bisect_right(copies, position - 1, key=self.born.__getitem__) - 1]
+
+
+def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
+    """Plan to make a value again before ``target``, not hold it over ``peak``: runs in order, bytes freed, seconds."""
+    problem = layout.problem
+    operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
+    value = layout.value[copy]
+    density = problem.costs[producer[value]].seconds / max(values[value].size_bytes, 1)
+    freed = values[value].size_bytes
+    stack = [producer[value]]
+    chosen = {producer[value]}
+    seconds = 0.0
+    while stack:
+        index = stack.pop()
+        operation = operations[index]
+        if not operation.recomputable or len(chosen) > 200:
+            return None
+        seconds += problem.costs[index].seconds
+        if operation.state_bytes and layout.first[index] <= peak:
+            freed -= operation.state_bytes
+        for u in operation.inputs:
+            maker = producer[u]
+            if maker in chosen:
                 continue
-            if any(copy.born < self.peak < copy.died for copy in copies):
-                yield u, min(after for reader in graph.readers[u] if (after := self.next_run(reader)) > self.peak)
-
-    def next_run(self, operation: int) -> int:
-        """Return where an operation runs next after the peak, or last."""
-        runs = self.runs[operation]
-        return runs[min(bisect_right(runs, self.peak), len(runs) - 1)]
-
-    def rerun(self, value: int, target: int) -> tuple[list[int], int, float] | None:
-        """Plan to make a value again before ``target`` and not hold it over the peak: runs, bytes freed, seconds."""
-        problem = self.problem
-        operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
-        freed = values[value].size_bytes
-        density = problem.costs[producer[value]].seconds / freed
-        chosen = {producer[value]}
-        stack, seconds = [*chosen], 0.0
-        while stack:
-            index = stack.pop()
-            if not operations[index].recomputable or len(chosen) > _RUNS_AT_ONCE:
-                return None
-            seconds += problem.costs[index].seconds
-            if operations[index].state_bytes and self.runs[index][0] <= self.peak:
-                freed -= operations[index].state_bytes
-            for u in operations[index].inputs:
-                maker = producer[u]
-                if maker in chosen or self.is_there(u, target):
-                    continue
-                is_dear = values[u].size_bytes * density <= problem.costs[maker].seconds * 0.5
-                if operations[maker].recomputable and not is_dear:
-                    chosen.add(maker)
-                    stack.append(maker)
-                    continue
-                freed -= values[u].size_bytes
+            old = layout.copy_at(u, target)
+            if layout.died[old] >= target or layout.died[old] > peak:
+                continue
+            size = values[u].size_bytes
+            if not operations[maker].recomputable or size * density <= problem.costs[maker].seconds * 0.5:
+                freed -= size
                 if freed <= 0:
                     return None
-        return (sorted(chosen), freed, seconds) if freed > 0 else None
+                continue
+            chosen.add(maker)
+            stack.append(maker)
+    return sorted(chosen), freed, seconds
 
-    def is_there(self, value: int, target: int) -> bool:
-        """Say whether the newest copy of a value before ``target`` is still there then, or was at the peak."""
-        copies = self.copies.get(value)
-        if copies is None:
-            return True
-        copy = copies[bisect_right(copies, target - 1, key=_BORN) - 1]
-        return copy.died >= min(target, self.peak + 1)
+
+def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
+    """Return the copies live but unused at a position, each with the position of its next read."""
+    found = []
+    values = layout.problem.graph.values
+    for copy, born in enumerate(layout.born):
+        if born >= peak:
+            break
+        if layout.died[copy] <= peak:
+            continue
+        u = layout.value[copy]
+        if values[u].retained or not values[u].size_bytes:
+            continue
+        reads = layout.reads[copy]
+        place = bisect_right(reads, peak)
+        if place and reads[place - 1] == peak:
+            continue
+        found.append((copy, reads[place]))
+    return found
 
 
 def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[list[int], int]:
@@ -123,15 +161,17 @@ def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[li
     The order of the lowest peak that was seen comes back, and that peak.
     """
     order = list(order)
-    layout = _Layout(problem, order)
+    layout = Layout(problem, order)
     best, best_peak = order, layout.peak_bytes
     patience = 0
-    while layout.peak_bytes > problem.budget_bytes and patience < _PATIENCE and clock.left() > 0:
+    while layout.peak_bytes > problem.budget_bytes and patience < 60 and clock.left() > 0:
         clock.work(len(order) * _SECONDS_PER_RUN)
+        peak = layout.bytes.index(layout.peak_bytes)
         over = layout.peak_bytes - problem.budget_bytes
         offers = []
-        for value, target in layout.idle():
-            if (offer := layout.rerun(value, target)) is not None:
+        for copy, target in _idle(layout, peak):
+            offer = _rerun(layout, copy, peak, target)
+            if offer is not None and offer[1] > 0:
                 runs, freed, seconds = offer
                 offers.append(((seconds + 1e-12) / min(freed, over), target, runs, freed))
         if not offers:
@@ -146,8 +186,55 @@ def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[li
                 break
         order = [index for position, old in enumerate(order) for index in (*sorted(insert.get(position, ())), old)]
         order = without_useless(problem, order)
-        layout = _Layout(problem, order)
+        layout = Layout(problem, order)
         patience += 1
         if layout.peak_bytes < best_peak:
             best, best_peak, patience = order, layout.peak_bytes, 0
     return best, best_peak
+
+
+def take_back(problem: Problem, order: Sequence[int], clock: Clock) -> list[int]:
+    """Remove reruns, dearest first, as long as the peak stays within the budget.
+
+    A rerun is looked at in O(gap since the copy before); each removal costs one :class:`Layout`.
+    """
+    order = list(order)
+    seconds = [cost.seconds for cost in problem.costs]
+    layout = Layout(problem, order)
+    refused: set[tuple[int, int]] = set()
+    while clock.left() > 0:
+        occurrence: dict[int, int] = {}
+        reruns = []
+        for position, index in enumerate(order):
+            count = occurrence[index] = occurrence.get(index, -1) + 1
+            if count and (index, count) not in refused:
+                reruns.append((seconds[index], position, count))
+        reruns.sort(key=lambda rerun: (-rerun[0], rerun[1]))
+        for cost, position, count in reruns:
+            if cost <= 0.0:
+                return order
+            if _can_go(layout, position):
+                clock.work(len(order) * _SECONDS_PER_RUN)
+                trial = without_useless(problem, order[:position] + order[position + 1 :])
+                trial_layout = Layout(problem, trial)
+                if trial_layout.peak_bytes <= problem.budget_bytes:
+                    order, layout = trial, trial_layout
+                    break
+            refused.add((order[position], count))
+        else:
+            return order
+    return order
+
+
+def _can_go(layout: Layout, position: int) -> bool:
+    """Say whether the copies before a rerun could stay in its place, by their bytes alone."""
+    graph, budget_bytes = layout.problem.graph, layout.problem.budget_bytes
+    for u in graph.operations[layout.order[position]].outputs:
+        if graph.values[u].retained or not graph.values[u].size_bytes:
+            continue
+        if not layout.reads[layout.copy_at(u, position + 1)]:
+            continue
+        start = layout.died[layout.copy_at(u, position)] + 1
+        if start < position and max(layout.bytes[start:position]) + graph.values[u].size_bytes > budget_bytes:
+            return False
+    return True
