@@ -1,4 +1,4 @@
-"""Files of what was found before, kept on this machine so that nobody waits for it twice.
+"""The cache folder on this machine: solutions and timings of earlier runs, as files.
 
 They are never trusted, and never missed: one that is damaged, a link, or cannot be read is as good as none, and where
 none can be written none is kept.

@@ -1,4 +1,7 @@
-"""How often Python looks for garbage in circles: what the planner makes has few, and is walked in vain each time."""
+"""Let Python's garbage collector run rarely while planning.
+
+A plan's data has few reference cycles, so collections find next to nothing and walk all of it each time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people type to start the command line, so that hints can be typed as they stand."""
+"""The words that start the command line as this process was started, so that printed hints can be copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that are at hand again: of functions of large plain data, that is compared as no dictionary takes it."""
+"""A small cache of recent results, for functions of large plain data that is compared and not hashed."""
 
 from __future__ import annotations
 

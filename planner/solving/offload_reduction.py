@@ -1,4 +1,4 @@
-"""Offload reduced to recompute: fetching a value poses as recomputing it at next to no cost.
+"""Reduce offload to recompute: fetching a value counts as recomputing it at next to no cost.
 
 A value that may be offloaded is taken as made by an operation of its own, right after the one that
 really makes it, which reads nothing that takes memory: making it again stands for fetching it. What

@@ -1,4 +1,4 @@
-"""The step that a strategy is given, and what a strategy is: a name and a rule."""
+"""The base of strategies: a name and a rule, applied to a step with its blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What another budget, size, device or way would give: questions about a step that is captured already.
+"""What-if questions about a captured step: other budgets, input sizes, devices and solvers.
 
-``curve`` traces overhead over budget, ``sizes`` finds the largest batch that fits and the one that trains most a
-second, ``accelerators`` asks devices, ``methods`` sets solvers and what people do without one on the same axes.
+``curve`` traces overhead over budget, ``axes`` finds the largest batch or length that fits and asks other devices,
+``answers`` sets other solvers and what people do without one beside the curve.
 """
