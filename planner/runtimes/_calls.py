@@ -169,7 +169,6 @@ class PlannedCalls(ABC):
         prepare: Prepare | None = None,
     ) -> None:
         self.model, self.options, self.plan, self.prepare = model, options, plan, prepare
-        self.plans: dict[str, Plan] = {}
         self.is_confirmed = False
         """Whether the model was seen to be what the first plan is for."""
         self._must_match = plan is not None and not replan
@@ -236,7 +235,7 @@ class PlannedCalls(ABC):
 
     def put_in_force(self, plan: Plan) -> None:
         """Let a new plan be the one in force: a percentage is then of its step at least."""
-        self.plan = self.plans[str(plan.fingerprint["inputs"])] = plan
+        self.plan = plan
         self.options = self.options.after(plan)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,11 +213,6 @@ class AutoRuntime:
         """The plan in force."""
         made = self._current.plan
         return None if made is None else _with(made, self._notes)
-
-    @property
-    def plans(self) -> Mapping[str, Plan]:
-        """The plans of all input sizes that ran."""
-        return {**getattr(self._instead, "plans", {}), **getattr(self._running, "plans", {})}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
