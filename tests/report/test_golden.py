@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,15 @@ from tests.strategies.test_strategies import fixed_strategies
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def infeasible(console: Console) -> None:
+@cache
+def no_plan_fits() -> NoPlanFitsError:
     with pytest.raises(NoPlanFitsError) as caught:
         make_plan(*transformer(8), budget="64MiB", solver="sqrt", deterministic=True)
-    render_infeasible(caught.value.report, console)
+    return caught.value
+
+
+def infeasible(console: Console) -> None:
+    render_infeasible(no_plan_fits().report, console)
 
 
 def what_if(console: Console) -> None:
