@@ -120,13 +120,15 @@ RULES = (
         evidence=_logits,
         cause="logits, their log-softmax and their gradient are in memory at the same time, whatever else is "
         "recomputed",
-        fix="compute the loss in chunks (--chunk auto, chunk='auto'), or with a fused linear cross-entropy",
+        fix="compute the loss in chunks (--chunk auto, runtime=Runtime(chunk='auto')), or with a fused linear "
+        "cross-entropy",
     ),
     Rule(
         name="one-value-dominates",
         evidence=_one_value,
         cause="no plan has a lower peak than its largest operation",
-        fix="compute it in chunks (--chunk auto, chunk='auto'), where its rows are independent of each other",
+        fix="compute it in chunks (--chunk auto, runtime=Runtime(chunk='auto')), where its rows are independent of "
+        "each other",
     ),
 )
 """What limits any plan; asked of a plan that recomputes, and of the step without recompute."""

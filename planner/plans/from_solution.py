@@ -159,7 +159,8 @@ def _warnings(
             "are rounded there to bfloat16",
             cause="they come back off by up to a 256th part, and so does what is recomputed from them: gradients are "
             "not bit-equal to those of the step without recompute",
-            fix="let 'verify' measure how far off they are; leave out --offload-lossy (offload_lossy) for equal bits",
+            fix="let 'verify' measure how far off they are; leave out --offload-lossy (Offload(lossy=True)) for equal "
+            "bits",
         )
     if evaluation.added_seconds <= 0:
         return

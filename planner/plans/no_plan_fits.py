@@ -119,5 +119,5 @@ def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: Infeasib
         return f"{format_bytes(retained_bytes)} of gradients and outputs are left when the step ends"
     return (
         "raise the budget, make the batch or the sequence smaller, or compute what is largest in chunks "
-        "(--chunk auto, chunk='auto')"
+        "(--chunk auto, runtime=Runtime(chunk='auto'))"
     )

@@ -307,7 +307,7 @@ class _Graph:
             if len(self.programs) >= most:
                 raise RuntimeUnsupportedError(
                     f"{self.name} was called with {most} sets of sizes, each of which needs code of its own: pad or "
-                    "bucket the inputs, or raise maximum_shapes of planner.backend"
+                    "bucket the inputs, or pass runtime=Runtime(maximum_shapes=...)"
                 )
             model = self.backend.model_for(given)
             with entered(of_model(model, *given)), random_states_kept():

@@ -113,8 +113,8 @@ class OpenCalls:
             self._said_of_others = True
             warnings.warn(
                 f"{self.name} is called before the backward of {others[0]}, which is planned too. What both save is "
-                "held together, and each budget is that of one: give them activation_budget=, which add up to what "
-                "there is, or wrap a module that contains both",
+                "held together, and each budget is that of one: give each Budget(activations=...), which add up to "
+                "what there is, or wrap a module that contains both",
                 stacklevel=7,
             )
 

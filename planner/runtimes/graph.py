@@ -389,7 +389,7 @@ class GraphRuntime(PlannedCalls):
             raise RuntimeUnsupportedError(
                 f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
                 f"own{f': {changed}' if changed else ''}. Pass a tensor in place of a number that changes, pad or "
-                "bucket inputs whose sizes change what is run, or raise maximum_shapes of auto_wrap"
+                "bucket inputs whose sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
             )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:

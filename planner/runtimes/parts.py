@@ -78,7 +78,7 @@ class PartsRuntime(CallsInSituations):
         if len(self._decided) == self.options.runtime.maximum_shapes:
             raise RuntimeUnsupportedError(
                 f"the parts of {type(self.model).__name__} were captured {len(self._decided)} times, and this call "
-                "needs captures of its own: pad or bucket its inputs, or raise maximum_shapes of auto_wrap"
+                "needs captures of its own: pad or bucket its inputs, or pass runtime=Runtime(maximum_shapes=...)"
             )
         self.complete_options(inputs)
         situation = self.situation(inputs)

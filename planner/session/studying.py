@@ -142,7 +142,9 @@ def studies_by_size(model: nn.Module, options: Options) -> StudiesBySize:
     if runtime not in ("graph", "modules"):
         raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
     if not isinstance(chunks, int):
-        raise UsageError("a step is studied in one number of chunks: give it, or use planner.plan with chunk='auto'")
+        raise UsageError(
+            "a step is studied in one number of chunks: give it, or use planner.plan with Runtime(chunk='auto')"
+        )
     if chunks != 1:
         chunked_graph(runtime, several_devices=has_several_ranks())
     # Budgets are asked of the study; what percentages are of is known to it whatever reports are to compare.

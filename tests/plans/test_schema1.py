@@ -1,4 +1,4 @@
-"""Files of schema 1 that an earlier version wrote: each is read, says what it said, and is carried out or refused."""
+"""Files of schema 1, most of an earlier version: each is read, says what it said, and is carried out or refused."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def plan_pipeline(
     pipeline = PipelineSchedule(stages=stages, micro_batches=micro_batches, name=schedule, chunks=chunks)
     training = options.training
     if training.data_parallel == "fsdp2":
-        raise UsageError("fsdp2 inside a pipeline is not planned: use data_parallel='ddp', or no pipeline")
+        raise UsageError("fsdp2 inside a pipeline is not planned: use Training(data_parallel='ddp'), or no pipeline")
     whole = WholeStep(model, Inputs.of(inputs), loss_fn, options)
     parts = cut(whole.graph, whole.costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
     devices = [parts[index::stages] for index in range(stages)]
