@@ -2,8 +2,7 @@
 
 Processor time of the whole process is counted, of forward and backward. On a CPU the kernels are part of it, on tensors
 of a few numbers. Under stand-ins for a GPU (``tests/cuda/fakecuda``) kernels do nothing, so all of it is the host's.
-On a GPU the same step is also run as CUDA graphs. Results of each device and torch stand beside each other. Exit code 1
-if a step takes over 1.05 of eager's.
+Results of each device and torch stand beside each other. Exit code 1 if a step takes over 1.05 of eager's.
 """
 
 from __future__ import annotations
@@ -144,9 +143,6 @@ def compared(loaded: ZooModel, device: torch.device, rounds: int) -> Result:
     args, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(device), (loaded.example_args, loaded.example_kwargs))
     models = [loaded.model.to(device), copy.deepcopy(loaded.model).to(device)]
     options: Result = {"budget": sys.maxsize, "runtime": "graph", "time_limit_seconds": 1.0}
-    if device.type == "cuda":
-        models.append(copy.deepcopy(loaded.model))
-        planner.auto_wrap(models[2], **grouped(cuda_graphs=True, **options))
     planner.auto_wrap(models[1], **grouped(**options))
     ways = [
         step_of(ZooModel(name="", model=model, example_args=args, example_kwargs=kwargs, loss_fn=loaded.loss_fn))
@@ -169,13 +165,10 @@ def compared(loaded: ZooModel, device: torch.device, rounds: int) -> Result:
                 took += time.process_time() - before
                 models[way].zero_grad()
             seconds[way].append(took / STEPS)
-    for model in models[1:]:
-        planner.unwrap(model)
-    row: Result = {"eager_seconds": median(seconds[0])}
-    for prefix, own in zip(("", "graphs_"), seconds[1:], strict=False):
-        row[f"{prefix}seconds"] = median(own)
-        row[f"{prefix}ratio"] = median(b / a for a, b in zip(seconds[0], own, strict=True))
-    return row
+    planner.unwrap(models[1])
+    eager, planned = seconds
+    ratio = median(b / a for a, b in zip(eager, planned, strict=True))
+    return {"eager_seconds": median(eager), "seconds": median(planned), "ratio": ratio}
 
 
 def _markdown(result: Result) -> str:
@@ -184,14 +177,11 @@ def _markdown(result: Result) -> str:
         mine = [row for row in result["rows"] if tuple(row["under"]) == under]
         device = "CPU" if under[1] == "CPU" else f"stand-ins for {under[1]}"
         parts.append(f"## torch {under[0]}, {device}")
-        kinds = ["", "graphs_"] if "graphs_ratio" in mine[0] else [""]
         cells = [
-            [r["model"], f"{1e3 * r['eager_seconds']:.2f}"]
-            + [text for k in kinds for text in (f"{1e3 * r[f'{k}seconds']:.2f}", f"{r[f'{k}ratio']:.3f}")]
+            [r["model"], f"{1e3 * r['eager_seconds']:.2f}", f"{1e3 * r['seconds']:.2f}", f"{r['ratio']:.3f}"]
             for r in mine
         ]
-        heads = ["", "eager, ms", "without recompute", "ratio", "as CUDA graphs", "ratio"]
-        parts.append(common.table(heads[: 2 + 2 * len(kinds)], cells))
+        parts.append(common.table(["", "eager, ms", "without recompute", "ratio"], cells))
     return common.page("Host time of a step", result, *parts)
 
 

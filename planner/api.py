@@ -17,7 +17,6 @@ from planner.analysis.compatibility import (
     check_solver,
     check_strategy,
     chunked_graph,
-    graphs_runtime,
     offloading_runtime,
 )
 from planner.capture.fake_internals import is_fake
@@ -145,7 +144,6 @@ def _settled(options: Options) -> Options:
     if in_chunks:
         runtime = chunked_graph(runtime, several_devices=has_several_ranks())
     carrier = replace(options.runtime, name=offloading_runtime(runtime, options.offload))
-    carrier = graphs_runtime(carrier, options.training, options.offload)
     plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and carrier.name == "auto" else carrier.name, options.search.solver)
     check_strategy(options.budget.strategy, carrier.name, offload=options.offload.enabled, in_chunks=in_chunks)
@@ -227,9 +225,7 @@ def auto_wrap(
     offload : bool or Offload
         See :func:`plan`. What a given plan offloads is the plan's.
     runtime : str or Runtime
-        See :func:`plan`. ``planner.Runtime(cuda_graphs=True)`` captures forward and backward into CUDA graphs, each
-        launched by one call, from the second step of a kind on: on a GPU, for one set of input sizes at a time, with
-        the runtime ``"graph"``. What no graph can hold runs without them, with one warning that says why.
+        See :func:`plan`.
 
     Returns
     -------

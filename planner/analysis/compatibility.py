@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner import solvers, strategies
-from planner.common.options import Offload, Runtime, Training
+from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
@@ -20,19 +18,6 @@ def whole_graph(runtime: str, why: str) -> str:
     if runtime not in ("auto", "graph"):
         raise UsageError(f"{why}: leave out runtime={runtime!r}")
     return "graph"
-
-
-def graphs_runtime(runtime: Runtime, training: Training, asked: Offload) -> Runtime:
-    """Return the runtime for a plan with or without CUDA graphs."""
-    if not runtime.cuda_graphs:
-        return runtime
-    others = {
-        "offload": asked.enabled,
-        "ranks": training.ranks > 1,
-    }
-    for name in (name for name, is_asked in others.items() if is_asked):
-        raise UsageError(f"cuda_graphs=True captures the steps of one device and one stream: leave out {name}")
-    return replace(runtime, name=whole_graph(runtime.name, "CUDA graphs are captured under the runtime 'graph'"))
 
 
 def offloading_runtime(runtime: str, asked: Offload) -> str:

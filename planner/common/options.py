@@ -363,9 +363,6 @@ class Runtime(_Group):
     chunk : int or str
         Compute what makes the peak in N chunks. ``"auto"`` tries several, if that makes a plan feasible or cheaper;
         ``"off"`` none. Chunks change the last digits of loss and gradients, and need whole graphs.
-    cuda_graphs : bool
-        Run as CUDA graphs, which hold their memory. Copies of inputs, outputs and gradients count, and workspaces of
-        the stream of the captures.
     maximum_shapes : int
         How many sets of input sizes may have graphs; the next one is refused.
     """
@@ -373,7 +370,6 @@ class Runtime(_Group):
     name: str = _option("auto", flat="runtime", metavar="NAME")
     _: KW_ONLY
     chunk: Chunk = _option(OFF, metavar="auto|off|N")
-    cuda_graphs: bool = _option(False, rare=True)
     maximum_shapes: int = 64
 
     def __post_init__(self) -> None:

@@ -47,18 +47,6 @@ class LossPasses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphMemory:
-    """What CUDA graphs of a step hold for good, beside what it allocates."""
-
-    input_bytes: tuple[int, ...]
-    """Size of each input, of which they hold a copy."""
-    library_bytes: tuple[int, ...]
-    """Size of each piece that matrix libraries keep for the stream of the captures, in a pool of their own."""
-    generator_bytes: int
-    """Of the allocator's segment in which random states lie, where that is one by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticMemory:
     """What is resident beside the model, and what the optimizer's own step needs."""
 
@@ -75,8 +63,6 @@ class StaticMemory:
     """Size of each piece that matrix libraries keep, which lie by themselves."""
     has_caching_allocator: bool = False
     """Whether the device's memory is handed out as CUDA does."""
-    graphs: GraphMemory | None = None
-    """What CUDA graphs need that hold all else that the step allocates between steps; None without them."""
     has_expandable_segments: bool = False
     """Whether it is taken from the device by pages, at the end of one segment."""
     allocator_settings: str = ""

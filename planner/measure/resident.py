@@ -9,18 +9,15 @@ import torch
 from torch import nn
 
 from cost_models.devices import DeviceSpec
-from planner.capture.cuda_graph_internals import GENERATORS_REGISTER_THEMSELVES
 from planner.capture.cudnn_stack import dropout_state_bytes, weight_pieces
 from planner.capture.inputs import static_bytes
 from planner.capture.torch_internals import in_memory
 from planner.common.options import Training
 from planner.common.units import parse_size, round_up
-from planner.errors import RuntimeUnsupportedError
 from planner.ir.layers import layer_among
-from planner.ir.static_memory import GraphMemory, StaticMemory
+from planner.ir.static_memory import StaticMemory
 from planner.measure import cuda_settings
 from planner.measure.optimizers import optimizer_memory
-from planner.plans.allocator import SMALL_SEGMENT_BYTES
 
 Blocks = Callable[[], Collection[str]]
 """Gives the paths of a model's blocks, each of which FSDP2 shards by itself; not everybody needs to know them."""
@@ -32,8 +29,6 @@ def static_memory(
     spec: DeviceSpec,
     training: Training,
     blocks: Blocks = tuple,
-    *,
-    cuda_graphs: bool = False,
 ) -> StaticMemory:
     """Count everything that is resident while a whole model trains, and the optimizer's temporaries.
 
@@ -56,20 +51,19 @@ def static_memory(
     shards = training.ranks if training.data_parallel == "fsdp2" else 1
     whole_bytes = resident["parameters"]
     resident["parameters"] = _share(whole_bytes, shards)
-    streams = 2 if cuda_graphs else 1  # graphs are captured on one of their own
     beside = {
         "gradients": _share(trainable_bytes, shards) * training.gradient_accumulation,
         "optimizer": _share(memory.state_bytes, shards),
         "master weights": _share(memory.master_bytes, shards),
         "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes, blocks),
-        "library workspace": spec.library_bytes * streams + (dropout_state_bytes(model) if spec.kind == "cuda" else 0),
+        "library workspace": spec.library_bytes + (dropout_state_bytes(model) if spec.kind == "cuda" else 0),
         "reserve": parse_size(training.reserve, whole_bytes=spec.memory_bytes) if training.reserve else 0,
     }
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
     pieces = weight_pieces(model) if spec.kind == "cuda" else {}
     of_libraries = cuda_settings.pieces(spec) if shards == 1 else ()
-    others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - streams * sum(of_libraries)
+    others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,
         optimizer_step_bytes=_share(memory.step_bytes, shards),
@@ -79,7 +73,6 @@ def static_memory(
         else (sum(resident.values()),),
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
-        graphs=_graph_memory(model, inputs, spec) if cuda_graphs else None,
         has_expandable_segments=spec.kind == "cuda" and cuda_settings.expandable_segments(),
         allocator_settings=cuda_settings.not_simulated() if spec.kind == "cuda" else "",
     )
@@ -113,17 +106,6 @@ def _in_pieces(
         elif piece not in seen:
             seen.add(piece)
             yield round_up(size_bytes, alignment_bytes)
-
-
-def _graph_memory(model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec) -> GraphMemory:
-    if spec.kind != "cuda":
-        raise RuntimeUnsupportedError(f"cuda_graphs=True is for CUDA, and the step is for {spec.name}: leave it out")
-    own = {id(t) for t in (*model.parameters(), *model.buffers())}
-    return GraphMemory(
-        input_bytes=tuple(_bytes(t, spec.alignment_bytes) for t in inputs if id(t) not in own),
-        library_bytes=cuda_settings.pieces(spec),
-        generator_bytes=0 if GENERATORS_REGISTER_THEMSELVES else SMALL_SEGMENT_BYTES,
-    )
 
 
 def _bytes(tensor: torch.Tensor, alignment_bytes: int) -> int:

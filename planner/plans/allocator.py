@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from planner.common.units import format_bytes, round_up
 from planner.errors import UsageError
 from planner.findings.finding import Finding
-from planner.ir.graph import ACCUMULATE_TARGET, OperationCost, TrainingGraph
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes
-from planner.ir.static_memory import GraphMemory, StaticMemory
+from planner.ir.static_memory import StaticMemory
 from planner.plans.plan import ReservedMemory
 
 # In brackets, what the real allocator calls it.
@@ -219,7 +219,9 @@ def simulate_reserved(
 def _holding(resident_bytes: Iterable[int], *, expandable: bool) -> Allocator:
     """Return a new allocator that has handed out what is resident."""
     allocator = ExpandableAllocator() if expandable else Allocator()
-    _taken(allocator, resident_bytes)
+    for size_bytes in resident_bytes:
+        if size_bytes:
+            allocator.allocate(size_bytes)
     return allocator
 
 
@@ -242,78 +244,6 @@ def _run(
                 allocator.free(allocator.allocate(workspace_bytes))
             for number in died[position]:
                 allocator.free(handles[number])
-
-
-def graphs_keep(graphs: GraphMemory) -> int:
-    """Return the segments that hold workspaces for the stream of the captures, and random states."""
-    # First what is multiplied to have them made.
-    allocator = _holding((MIN_BLOCK_BYTES, *graphs.library_bytes), expandable=False)
-    return allocator.reserved_bytes + graphs.generator_bytes
-
-
-def simulate_graph_pool(
-    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, static_memory: StaticMemory
-) -> Allocator:
-    """Run a schedule against the pool from which CUDA graphs of its forward and backward allocate; return that.
-
-    First in it are copies of the inputs, which count to the end. Outputs are copied out of it when the forward ends,
-    gradients when the backward does. What a loss outside the graphs takes is not in it, but for copies of the gradients
-    that it gives. See :mod:`planner.runtimes._cuda_graphs`. O(runs x outputs) calls of the allocator.
-    """
-    loss = graph.loss_index
-    boundary = schedule.order.index(loss)
-    blocks = []
-    for copy in lifetimes(graph, schedule):
-        value = graph.values[copy.value]
-        by_autograd = graph.operations[schedule.order[copy.born]].target == ACCUMULATE_TARGET
-        of_loss = copy.born == boundary and not graph.readers[copy.value]
-        if by_autograd or of_loss:
-            continue
-        last = copy.died
-        if value.retained and copy.born < boundary:
-            readers = set(graph.readers[copy.value])
-            last = max(boundary, *(at for at, index in enumerate(schedule.order) if index in readers or at == 0))
-        blocks.append((value.size_bytes, copy.born, last))
-    inputs_bytes = static_memory.graphs.input_bytes if static_memory.graphs is not None else ()
-    allocator = _holding(inputs_bytes, expandable=static_memory.has_expandable_segments)
-    _run(allocator, blocks, [0 if index == loss else costs[index].workspace_bytes for index in schedule.order])
-    return allocator
-
-
-def simulate_beside_graphs(graph: TrainingGraph, static_memory: StaticMemory) -> Allocator:
-    """Run what a step with CUDA graphs allocates outside of their pool against a new allocator, twice; return that.
-
-    These are copies of the outputs, what a loss outside the graphs takes, copies of the gradients, and the temporaries
-    of the optimizer's step.
-    """
-    allocator = _holding(static_memory.resident_bytes, expandable=static_memory.has_expandable_segments)
-    loss = graph.operations[graph.loss_index].outputs
-    accumulated = {v for o in graph.operations if o.target == ACCUMULATE_TARGET for v in (*o.inputs, *o.outputs)}
-    outputs = [v for v, value in enumerate(graph.values) if value.kind == "output" and v not in loss]
-    gradients = [v for v, value in enumerate(graph.values) if value.kind == "gradient" or v in accumulated]
-    stay = [v for v in loss if graph.values[v].kind in ("tangent", "output")]
-
-    def sizes(values: Iterable[int]) -> list[int]:
-        return [graph.values[value].size_bytes for value in values]
-
-    for _ in range(2):
-        kept = _taken(allocator, sizes(outputs))
-        given = _taken(allocator, sizes(stay))
-        _free(allocator, _taken(allocator, sizes(v for v in loss if v not in stay)))
-        kept += _taken(allocator, sizes(gradients))
-        _free(allocator, given)
-        _free(allocator, _taken(allocator, [static_memory.optimizer_step_bytes]))
-        _free(allocator, kept)
-    return allocator
-
-
-def _taken(allocator: Allocator, sizes_bytes: Iterable[int]) -> list[int]:
-    return [allocator.allocate(size_bytes) for size_bytes in sizes_bytes if size_bytes]
-
-
-def _free(allocator: Allocator, handles: Sequence[int]) -> None:
-    for handle in handles:
-        allocator.free(handle)
 
 
 def _segment_bytes(rounded_bytes: int) -> int:
@@ -348,17 +278,7 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
         resident_bytes=static_memory.resident_bytes,
         expandable=static_memory.has_expandable_segments,
     )
-    if static_memory.graphs is None:
-        return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
-    kept_bytes = graphs_keep(static_memory.graphs)
-    pool_bytes = simulate_graph_pool(problem.graph, problem.costs, schedule, static_memory).reserved_bytes
-    beside = simulate_beside_graphs(problem.graph, static_memory)
-    # The first step runs as without graphs. As the second begins, what it has reserved is given back.
-    return ReservedMemory(
-        allocated_bytes=kept_bytes + max(found.peak_block_bytes, beside.peak_block_bytes + pool_bytes),
-        reserved_bytes=kept_bytes + max(found.reserved_bytes, beside.reserved_bytes + pool_bytes),
-        graph_pool_bytes=kept_bytes + pool_bytes,
-    )
+    return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
 
 
 def reserve_warnings(

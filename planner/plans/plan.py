@@ -140,13 +140,11 @@ class ReservedMemory:
     """What CUDA's caching allocator is predicted to report.
 
     Peaks of ``torch.cuda.memory_allocated``, which counts blocks whole and so is a little above the tensors, and of
-    ``torch.cuda.memory_reserved``: segments, with the holes in them. The pool of CUDA graphs is counted whole in both.
+    ``torch.cuda.memory_reserved``: segments, with the holes in them.
     """
 
     allocated_bytes: int
     reserved_bytes: int
-    graph_pool_bytes: int = field(default=0, metadata={"left_out": True})
-    """What CUDA graphs hold between steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

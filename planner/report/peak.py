@@ -116,8 +116,6 @@ def _beyond(plan: Plan) -> Iterator[Text]:
             f"CUDA's allocator would report {format_bytes(reserved.allocated_bytes)} allocated and "
             f"{format_bytes(reserved.reserved_bytes)} reserved"
         )
-        if reserved.graph_pool_bytes:
-            yield Text(f"CUDA graphs hold {format_bytes(reserved.graph_pool_bytes)} of both between steps")
 
 
 def render_timeline(plan: Plan, rows: int = _ROWS) -> Chart | None:

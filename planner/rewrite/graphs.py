@@ -12,12 +12,11 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.cuda_graph_internals import run_again, run_and_save
 from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import DEFERRED, is_batch_norm, is_deferred, is_random
 from planner.capture.lowering import LoweredGraph
@@ -41,18 +40,6 @@ _WITHOUT_STATISTICS: dict[Any, tuple[Any, tuple[None, ...], int]] = {
 """BatchNorm that leaves running statistics alone: its operator, what that takes in their place, how many results."""
 
 
-class Draws(NamedTuple):
-    """What runs random operations that run again; see :func:`planner.capture.cuda_graph_internals.run_again`."""
-
-    first: Any
-    again: Any
-
-
-EAGER = Draws(run_and_save_rng_state, run_with_rng_state)
-CAPTURED = Draws(run_and_save, run_again)
-"""For graphs that may be captured into CUDA graphs."""
-
-
 def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) -> Any:
     """Compute GroupNorm's backward of a gradient of any layout: CPU kernels up to torch 2.13 do not look at it.
 
@@ -73,12 +60,12 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
 @timings.stage("rewriting")
 def extract_fwd_bwd(
-    lowered: LoweredGraph, schedule: Schedule, over: Mapping[int, int] | None = None, draws: Draws = EAGER
+    lowered: LoweredGraph, schedule: Schedule, over: Mapping[int, int] | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graph modules of a schedule that the simulator accepts, in O(runs x arguments).
 
     ``over`` names, for operations that write over an input, the value whose place their result takes: nobody reads it
-    after them. ``draws`` are the functions that run a random operation, and run it again. The graphs have the
+    after them.  The graphs have the
     signatures that AOTAutograd expects of a partition: the forward gives its outputs and then what it saves; the
     backward takes what was saved and then the tangents. Saved numbers come last in the forward, and first in the
     backward.
@@ -91,14 +78,14 @@ def extract_fwd_bwd(
     skipped = dead_recomputes(lowered, schedule)
 
     over = over or {}
-    forward = _Emitter(lowered, schedule, replayed, over, draws, already_run=set(), arriving=set())
+    forward = _Emitter(lowered, schedule, replayed, over, already_run=set(), arriving=set())
     for node in lowered.joint.arguments:
         forward.take(node)
     forward.run(range(boundary), skipped)
     forward.move(boundary)
 
     ran, arriving = forward.already_run, forward.arriving
-    backward = _Emitter(lowered, schedule, replayed, over, draws, already_run=ran, arriving=arriving)
+    backward = _Emitter(lowered, schedule, replayed, over, already_run=ran, arriving=arriving)
     for node in lowered.joint.tangents:
         backward.take(node)
     backward_results = _run_backward(backward, lowered, range(boundary + 1, len(schedule.order)), skipped)
@@ -207,13 +194,11 @@ class _Emitter:
         schedule: Schedule,
         replayed: set[int],
         over: Mapping[int, int],
-        draws: Draws,
         already_run: set[int],
         arriving: set[int],
     ) -> None:
         self.lowered = lowered
         self.over = over
-        self.draws = draws
         self.order = schedule.order
         self.replayed = replayed
         self.already_run = set(already_run)
@@ -409,7 +394,7 @@ class _Emitter:
                 self.current[element] = self._call(element.meta, operator.getitem, new, position)
 
     def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
-        pair = self._call_by(self.draws.first, node)
+        pair = self._call_by(run_and_save_rng_state, node)
         self.states[index] = self._call(_state_meta(node), operator.getitem, pair, 0)
         return self.graph.call_function(operator.getitem, (pair, 1))
 
@@ -417,7 +402,7 @@ class _Emitter:
         if index not in self.states:
             state = self._placeholder(f"random_state_{node.name}", _state_meta(node))
             self.states[index] = self.taken_states[index] = state
-        return self._call_by(self.draws.again, node, self.states[index])
+        return self._call_by(run_with_rng_state, node, self.states[index])
 
     def _call_by(self, function: Any, node: fx.Node, *state: fx.Node) -> fx.Node:
         """Let a function call a node's operator."""
@@ -439,14 +424,7 @@ def _calling(function: Any, called: Any, is_again: bool) -> Any:
         return function(state, called, *args, **kwargs)
 
     made: Any = again if is_again else first
-    made.draws_by = function
     return made
-
-
-def drawn_by(node: fx.Node) -> Any:
-    """Return which of a rewrite's :class:`Draws` runs a node, or None."""
-    target: Any = node.target
-    return getattr(target, "draws_by", target if target in (run_and_save, run_again) else None)
 
 
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:

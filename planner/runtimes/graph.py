@@ -20,7 +20,7 @@ from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
-from planner.capture.model_facts import is_sharded, of_model
+from planner.capture.model_facts import is_sharded
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
 from planner.capture.symbolic import OtherProgramError, Sizes, holds_for, with_others
@@ -34,9 +34,8 @@ from planner.capture.torch_internals import (
 )
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
-from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
+from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
-from planner.runtimes._cuda_graphs import CudaGraphs
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._shapes import (
     CallsSeen,
@@ -88,8 +87,7 @@ class GraphRuntime(PlannedCalls):
         self.compiler = compiler
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
-        self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.runtime.cuda_graphs else None
-        self._may_vary = compiler is aot_backend and self._cuda_graphs is None
+        self._may_vary = compiler is aot_backend
         """Whether sizes that vary are captured as symbols."""
         self._numbers: dict[str, float] = {}
         """Numbers that the program depends on, by Dynamo's names: what each was when it was captured."""
@@ -104,11 +102,6 @@ class GraphRuntime(PlannedCalls):
         self._in_a_row = 0
         """How many calls up to the last were each captured."""
         self._new_calls()
-
-    def stop(self) -> None:
-        """Give the memory of CUDA graphs back."""
-        if self._cuda_graphs is not None:
-            self._cuda_graphs.close()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program that there is for a call, or capture one."""
@@ -167,8 +160,7 @@ class GraphRuntime(PlannedCalls):
         if not symbolic:
             self._plan_ahead(inputs)
         graphs = self._graphs
-        may_change = self.compiler is aot_backend and self._cuda_graphs is None
-        changing = varying_numbers(self._numbers) if may_change else nullcontext()
+        changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
         shown = log_progress(self.model, "captured")
         with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
@@ -284,7 +276,7 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
         """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
-        runs_halves = self._cuda_graphs or self.options.deferred
+        deferred = self.options.deferred
         new = partial(
             IsolatedCall,
             self.model,
@@ -295,20 +287,17 @@ class GraphRuntime(PlannedCalls):
             make_program=self._program,
             compiler=self.compiler,
             assume=assume,
-            run_halves=runs_halves.step if runs_halves is not None else None,
+            run_halves=deferred.step if deferred is not None else None,
         )
         return new(), new()
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph, and write its forward and backward."""
         step = self._plain(joint)
-        draws = EAGER if self._cuda_graphs is None else CAPTURED
-        return extract_fwd_bwd(step.lowered, step.schedule, step.over, draws)
+        return extract_fwd_bwd(step.lowered, step.schedule, step.over)
 
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         """Return what runs at some sizes of a program that was captured with symbols."""
-        if self._cuda_graphs is not None:
-            self._cuda_graphs.warn("its forward draws numbers from Python's or numpy's random state")
         if joint.graph not in self._sized:
             self._sized[joint.graph] = SizedPrograms(
                 self.model,

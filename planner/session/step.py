@@ -252,7 +252,7 @@ def static_memory_of(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> StaticMemory:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
-    around = static_memory(model, inputs, spec, options.training, blocks, cuda_graphs=options.runtime.cuda_graphs)
+    around = static_memory(model, inputs, spec, options.training, blocks)
     return around if options.reused_plan is None else as_planned(around, options.reused_plan)
 
 

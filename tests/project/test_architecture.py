@@ -16,7 +16,6 @@ LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.capture_speedups",
-    "planner.capture.cuda_graph_internals",
     "planner.capture.planned_graph_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
