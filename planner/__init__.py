@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.analysis.audit import Audit
-    from planner.analysis.diff import diff
     from planner.analysis.explain import explain
     from planner.analysis.study import Study
     from planner.analysis.trade_off.types import TradeOffCurve
@@ -43,7 +42,6 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "planner.analysis.audit": "Audit",
-    "planner.analysis.diff": "diff",
     "planner.analysis.explain": "explain",
     "planner.analysis.study": "Study",
     "planner.analysis.trade_off.types": "TradeOffCurve",
@@ -69,7 +67,7 @@ __all__ = [
     "Audit", "Budget", "CaptureError", "Export", "InfeasibleBudgetError", "Inputs", "Offload", "Plan",
     "PlanFileError", "PlanMismatchError", "PlannerError", "PolicyOperation", "Runtime", "RuntimeUnsupportedError",
     "Search", "Status", "Study", "Target", "TradeOffCurve", "Training", "UsageError", "Verification", "__version__",
-    "audit", "auto_wrap", "backend", "check", "diff", "explain", "export", "load_instance", "load_profile",
+    "audit", "auto_wrap", "backend", "check", "explain", "export", "load_instance", "load_profile",
     "plan", "plan_of", "profile", "save_profile", "solve", "status", "study", "unwrap", "verify",
     "what_if",
 ]  # fmt: skip

@@ -146,7 +146,6 @@ def walk(problem: Problem, schedule: Schedule) -> list[int]:
     graph, order = problem.graph, schedule.order
     operations, values = graph.operations, graph.values
     leaves = {o.value: o.leaves for o in schedule.offloads}
-    lossy = {o.value: o.lossy for o in schedule.offloads}
     returns = {(o.value, p) for o in schedule.offloads for p in o.returns}
 
     def is_read(u: int, position: int) -> bool:
@@ -181,7 +180,7 @@ def walk(problem: Problem, schedule: Schedule) -> list[int]:
         moments = []
         for u in sorted((u for u, p in returns if p == position), key=lambda u: (first_read(u, position), u)):
             held.add(u)
-            moments.append(held_bytes() + states(position, ran) + (values[u].size_bytes // 2 if lossy[u] else 0))
+            moments.append(held_bytes() + states(position, ran))
         assert held.issuperset(operation.inputs)
         held |= set(operation.outputs)
         twice = sum(values[u].size_bytes for u in operation.outputs if not first and values[u].retained)
@@ -190,8 +189,5 @@ def walk(problem: Problem, schedule: Schedule) -> list[int]:
         held = {u for u in held if values[u].retained or is_read(u, position) or leaves.get(u, 0) > position}
         sent = [u for u in operation.outputs if u in leaves and first]
         held -= {u for u in held if leaves.get(u) == position + 1 and u not in sent}
-        for u in sent:
-            if lossy[u]:
-                moments.append(held_bytes() + states(position + 1, ran) + values[u].size_bytes // 2)
         timeline.append(max(moments))
     return timeline

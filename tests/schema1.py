@@ -19,7 +19,6 @@ from planner.extras.pipelines import plan_pipeline
 PLANS: dict[str, dict[str, Any]] = {
     "graph": {"runtime": "graph"},
     "graph_offload": {"runtime": "graph", "offload": True, "offload_at_least": 256},
-    "graph_lossy": {"runtime": "graph", "offload": True, "offload_at_least": 256, "offload_lossy": True},
     "graph_chunk": {"runtime": "graph", "chunk": 4},
     "modules": {"runtime": "modules"},
     "modules_offload": {"runtime": "modules", "offload": True, "offload_at_least": 256},
@@ -72,14 +71,13 @@ def make_plan(name: str) -> planner.Plan:
     )
 
 
-def reports(plan: planner.Plan, other: planner.Plan) -> dict[str, dict[str, Any]]:
+def reports(plan: planner.Plan) -> dict[str, dict[str, Any]]:
     """Return what ``--json`` writes of questions that are asked of the toy and of its plans."""
     limits: dict[str, Any] = {"deterministic": True, "time_limit_seconds": 1.0}
     return {
         "what_if": planner.what_if(model(), inputs(), budgets=4, **grouped(**limits)).report(),
         "audit": planner.audit(model(), inputs(), current="every-layer", **grouped(runtime="graph", **limits)).report(),
         "explain": planner.explain(plan).report(),
-        "diff": planner.diff(plan, other).report(),
         "check": planner.check(model(), inputs()).report(),
         "export": planner.export(plan, to="jax", study=planner.study(model(), inputs(), runtime="graph")).report(),
         "pipeline": plan_pipeline(
@@ -95,7 +93,7 @@ def main(folder: Path) -> None:
     for name, plan in plans.items():
         proof = planner.verify(model(), inputs(), plan, timed_steps=1)
         dataclasses.replace(plan, verification=proof).save(folder / f"{name}.plan")
-    for name, report in reports(plans["graph"], plans["graph_offload"]).items():
+    for name, report in reports(plans["graph"]).items():
         (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     planner.save_profile(planner.profile(model(), inputs(), time_limit_seconds=5.0, name="toy"), folder / "toy.profile")
     device = {"schema": 1, **dataclasses.asdict(cost_models.device("a100-80"))}

@@ -136,14 +136,13 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
 
 
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search) -> Plan:
-    """Return the cheapest plan known within a budget, maybe the set-up: it may offload and round as that does."""
+    """Return the cheapest plan known within a budget, maybe the set-up: it may offload as that does."""
     fits = setup.peak_bytes <= budget_bytes
     offload = Offload(False)
     if setup.host_bytes:
         offload = Offload(
             host_budget=setup.host_bytes,
             at_least=study.least_offloaded(setup.schedule),
-            lossy=any(offload.lossy for offload in setup.schedule.offloads),
         )
     try:
         found = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)

@@ -13,17 +13,8 @@ _OFFLOAD = ("graph", "modules")
 _ONLY_THESE_OFFLOAD = f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
 
 
-def whole_graph(runtime: str, why: str) -> str:
-    """Return the runtime for what is planned on the whole graph."""
-    if runtime not in ("auto", "graph"):
-        raise UsageError(f"{why}: leave out runtime={runtime!r}")
-    return "graph"
-
-
 def offloading_runtime(runtime: str, asked: Offload) -> str:
     """Return the runtime for a plan with or without offload."""
-    if asked.lossy:
-        return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
     if not asked.enabled:
         return runtime
     if runtime not in ("auto", *_OFFLOAD):
@@ -57,7 +48,9 @@ def chunked_graph(runtime: str, *, several_devices: bool) -> str:
     """Return the runtime that a step in chunks is planned for."""
     if several_devices:
         raise UsageError("a step in chunks is planned for one device: leave out chunk")
-    return whole_graph(runtime, "a step in chunks is planned on the whole graph")
+    if runtime not in ("auto", "graph"):
+        raise UsageError(f"a step in chunks is planned on the whole graph: leave out runtime={runtime!r}")
+    return "graph"
 
 
 def check_can_run(plan: Plan) -> None:

@@ -165,8 +165,6 @@ class _Reasons:
 
     def __init__(self, plan: Plan, table: ValueTable) -> None:
         self.plan, self.rows = plan, table.rows
-        values = plan.offloading.values if plan.offloading else ()
-        self.rounded = {(value.operation, value.output) for value in values if value.lossy}
         self.read_again = {source for row in table.rows if row.runs > 1 for source in row.made_from}
         """Rows that something is made from again."""
         self.freed: Counter[str] = Counter()
@@ -191,11 +189,8 @@ class _Reasons:
 
     def _offloaded(self, row: ValueRow) -> str:
         assert self.plan.offloading is not None
-        lossy = (row.operation, row.output) in self.rounded
-        transfer = format_seconds(row.size_bytes / (2 if lossy else 1) / self.plan.offloading.bytes_per_second)
+        transfer = format_seconds(row.size_bytes / self.plan.offloading.bytes_per_second)
         away = f"frees {format_bytes(row.size_bytes)}, {transfer} on its way there and as long back"
-        if lossy:
-            away = f"rounded to bfloat16, {away}"
         if row.again_seconds is None:
             return f"{away}; it cannot be made again"
         return f"{away}; making it again would take {format_seconds(row.again_seconds)}"

@@ -94,17 +94,17 @@ class Study:
             self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole, policy=policy
         )
 
-    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
+    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
         if self.device is None:
             raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
-        return host_of(self.device, budget, at_least=at_least, lossy=lossy)
+        return host_of(self.device, budget, at_least=at_least)
 
     def host_for(self, asked: Offload) -> Host | None:
         """Return the host memory that is asked for, None if nothing may be offloaded."""
         if not asked.enabled:
             return None
-        return self.host(asked.host_budget, asked.at_least, lossy=asked.lossy)
+        return self.host(asked.host_budget, asked.at_least)
 
     def unlimited_host(self) -> Host | None:
         """Return the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
@@ -196,8 +196,7 @@ class Study:
                 minimum_feasible_peak_bytes=needed_bytes,
                 operation=self.graph.operations[schedule.order[found.peak_position]].name,
             )
-        rounds = any(offload.lossy for offload in schedule.offloads)
-        host = self.host(found.host_bytes, self.least_offloaded(schedule), lossy=rounds) if found.host_bytes else None
+        host = self.host(found.host_bytes, self.least_offloaded(schedule)) if found.host_bytes else None
         problem = replace(problem, host=host)
         if bound_by is not None:
             bounded, in_its_order = in_own_order(problem, schedule)

@@ -74,9 +74,8 @@ def check_offload(args: argparse.Namespace) -> None:
     from planner.ir.host import host_of
     from planner.plans import device_file
 
-    for option, value in {"--host-budget": args.host_budget, "--offload-lossy": args.offload_lossy}.items():
-        if value and not args.offload:
-            raise UsageError(f"{option} is for what is offloaded: give --offload too")
+    if args.host_budget and not args.offload:
+        raise UsageError("--host-budget is for what is offloaded: give --offload too")
     if args.offload and args.device:
         host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least)
 

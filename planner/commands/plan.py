@@ -138,8 +138,7 @@ def _hold_to_measured(plan: Plan) -> None:
     if not measured.agrees:
         first = measured.differences[0] if measured.differences else "see the report"
         same = f"the same numbers to within {measured.tolerance:g}" if measured.tolerance else "the same bits"
-        lossy = "; leave out --offload-lossy" if measured.rounding_error is not None else ""
-        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}{lossy}")
+        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}")
     if measured.peak_bytes > plan.budget_bytes:
         raise PlannerError(
             f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"

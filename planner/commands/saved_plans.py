@@ -1,4 +1,4 @@
-"""``explain``, ``diff`` and ``export``: saved plans, and what other frameworks call what they do."""
+"""``explain`` and ``export``: saved plans, and what other frameworks call what they do."""
 
 from __future__ import annotations
 
@@ -42,27 +42,6 @@ class _Explain(Alone):
         explanation = explain(Plan.load(args.plan), args.module)
         largest = None if args.all or args.module else _LARGEST
         hand_out(explanation.report(), args.json, partial(render_explanation, explanation, largest=largest))
-        return 0
-
-
-class _Diff(Alone):
-    name = "diff"
-    summary = "say what one plan does otherwise than another"
-    examples = ("diff before.plan after.plan",)
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("a", metavar="PLAN_A", help="a plan that 'plan --save' wrote")
-        parser.add_argument("b", metavar="PLAN_B", help="another, of the same model")
-        json_option(parser)
-
-    def run(self, args: argparse.Namespace) -> int:
-        from planner.analysis.diff import diff
-        from planner.plans.plan import Plan
-        from planner.report.diff import render as render_difference
-
-        _asked.check_writable(args.json)
-        difference = diff(Plan.load(args.a), Plan.load(args.b))
-        hand_out(difference.report(), args.json, partial(render_difference, difference))
         return 0
 
 
@@ -115,4 +94,4 @@ class _Export(AboutModel):
         return 0
 
 
-COMMAND = (_Explain(), _Diff(), _Export())
+COMMAND = (_Explain(), _Export())

@@ -210,19 +210,12 @@ class Offload(_Group):
         What they may take of it: 64GiB, 60%. By default half of this machine's.
     at_least : int, float or str
         Smaller values stay on the device. By default 1MiB.
-    lossy : bool
-        Round float32 to bfloat16 there: not bit-equal.
     """
 
     enabled: bool = _option(True, flat="offload")
     _: KW_ONLY
     host_budget: Size | None = _option(None, rare=True)
     at_least: Size = _option(LEAST_BYTES, flat="offload_at_least", rare=True)
-    lossy: bool = _option(False, flat="offload_lossy", rare=True)
-
-    def __post_init__(self) -> None:
-        if self.lossy and not self.enabled:
-            raise UsageError("lossy rounds what is offloaded, and nothing is: give offload too")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -93,19 +93,16 @@ def verify(
         equal = not compare(as_eager, actual)
         eager = MeasuredEager(peak_bytes=peak, overhead=_overhead(rounds, "eager"), equal=equal)
     kinds = {line.split(" ", 1)[0] for line in compare(expected, actual)}
-    lossy = plan.offloading is not None and plan.offloading.rounded > 0
-    tolerance = ROUNDED if lossy else max(chosen.tolerance, NOISE * (control or 0.0))
-    in_chunks = expected if lossy else actual
-    differences = compare(expected, actual, tolerance=tolerance, in_roundings=not lossy)
+    tolerance = max(chosen.tolerance, NOISE * (control or 0.0))
+    differences = compare(expected, actual, tolerance=tolerance)
     if one_piece is not None:
-        far = compare(one_piece, in_chunks, tolerance=TOLERANCE)
+        far = compare(one_piece, actual, tolerance=TOLERANCE)
         differences += [f"{line}, held against the step in one piece" for line in far]
-    if not chosen.tolerance or as_eager.random_states == in_chunks.random_states:
+    if not chosen.tolerance or as_eager.random_states == actual.random_states:
         # Compiled code may draw other random numbers; what it computes of them cannot be compared.
-        far = compare(as_eager, in_chunks, tolerance=ROUNDED, in_roundings=False)
+        far = compare(as_eager, actual, tolerance=ROUNDED, in_roundings=False)
         differences += [f"{line}, held against the eager step" for line in far]
     resident_bytes = plan.total_static_bytes
-    rounding_error = distance(expected, actual, in_roundings=False) if lossy else None
     return Verification(
         peak_bytes=peak_bytes + resident_bytes,
         baseline_peak_bytes=baseline_peak_bytes + resident_bytes,
@@ -116,10 +113,9 @@ def verify(
         differences=tuple(differences),
         steps=timed_steps,
         tolerance=tolerance,
-        from_one_piece=0.0 if one_piece is None else distance(one_piece, in_chunks),
+        from_one_piece=0.0 if one_piece is None else distance(one_piece, actual),
         control=control,
         eager=eager,
-        rounding_error=rounding_error if rounding_error is None or math.isfinite(rounding_error) else _NOWHERE_NEAR,
     )
 
 
@@ -217,7 +213,7 @@ def compare(
     return lines
 
 
-def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = True) -> float:
+def distance(expected: StepResult, actual: StepResult) -> float:
     """Return the largest difference of loss and gradients, as :func:`compare` measures it."""
     shortest = _shortest(expected)
     pairs = [(a, b, 0.0) for a, b in zip(expected.loss, actual.loss, strict=True) if a.is_floating_point()]
@@ -225,7 +221,7 @@ def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = T
         other = actual.gradients[name]
         if gradient is not None and other is not None:
             pairs.append((gradient, other, shortest))
-    return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in pairs), default=0.0)
+    return max((_apart(a, b, least) for a, b, least in pairs), default=0.0)
 
 
 def _shortest(expected: StepResult) -> float:
@@ -234,7 +230,7 @@ def _shortest(expected: StepResult) -> float:
     return 0.01 * torch.stack([g.to_dense().norm().double() for g in gradients]).norm().item() if gradients else 0.0
 
 
-def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool) -> float:
+def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool = True) -> float:
     """Return the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
     if bitwise_equal(expected, actual):
         return 0.0

@@ -65,9 +65,6 @@ class Value:
     kind: str = "activation"
     """What the anatomy of the peak calls it: that, ``"output"``, ``"tangent"``, or ``"gradient"`` of a parameter or
     input."""
-    roundable: bool = False
-    """Whether it is of float32, and gradients are no worse than a little off if a copy of it is rounded to bfloat16;
-    see :mod:`planner.transforms.rounding`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +98,6 @@ class Operation:
     """What it is compiled with, if that is not the whole step: it runs again only while its region runs."""
     then: tuple[tuple[str, int], ...] = ()
     """What is one operation with it, and runs right after it: keys, and which of its outputs each writes over."""
-    decides: bool = False
-    """Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once."""
     again: bool = False
     """Whether the model's own backward computes it again, and saves nothing of it."""
 

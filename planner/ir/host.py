@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cost_models
 from cost_models.devices import DeviceSpec
 from planner.common.options import LEAST_BYTES
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
-from planner.ir.graph import Phase, TrainingGraph, Value
-from planner.ir.schedule import host_bytes
+from planner.ir.graph import Phase, TrainingGraph
 
 _SHARE_OF_HOST = 50
 """How much of the host's memory offloaded values may take by default, in percent."""
@@ -27,17 +26,6 @@ class Host:
     """What offloaded values may take of the host's memory."""
     least_bytes: int = LEAST_BYTES
     """Values below this size stay on the device."""
-    lossy: bool = False
-    """Whether values of float32 are rounded to bfloat16 on their way, where that leaves gradients a little off and
-    breaks nothing."""
-
-    def rounds(self, value: Value) -> bool:
-        """Whether a value is rounded on its way."""
-        return self.lossy and value.roundable
-
-    def bytes_of(self, value: Value) -> int:
-        """Return what a value takes here."""
-        return host_bytes(value, lossy=self.rounds(value))
 
     def seconds(self, size_bytes: int) -> float:
         """Return the time of a transfer one way."""
@@ -55,21 +43,7 @@ class Host:
         )
 
 
-def graph_for(graph: TrainingGraph, host: Host | None) -> TrainingGraph:
-    """Return a graph as plans may carry it out: where copies are rounded, what decides by numbers runs once."""
-    if host is None or not host.lossy or not any(operation.decides for operation in graph.operations):
-        return graph
-    once = (replace(each, recomputable=False) if each.decides else each for each in graph.operations)
-    return replace(graph, operations=tuple(once))
-
-
-def host_of(
-    spec: DeviceSpec,
-    budget: Size | None = None,
-    *,
-    at_least: Size = LEAST_BYTES,
-    lossy: bool = False,
-) -> Host:
+def host_of(spec: DeviceSpec, budget: Size | None = None, *, at_least: Size = LEAST_BYTES) -> Host:
     """Return the host memory of a device; a budget of ``"60%"`` is of what this machine has, by default half of it.
 
     The link is taken to reach the same share of its peak as the device's own memory does. Where nothing is known of
@@ -86,5 +60,4 @@ def host_of(
         bytes_per_second=spec.host_link_bytes_per_second * spec.bandwidth_efficiency,
         budget_bytes=budget_bytes,
         least_bytes=parse_size(at_least),
-        lossy=lossy,
     )

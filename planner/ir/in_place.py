@@ -233,7 +233,6 @@ class _Joined:
             state_bytes=sum(operation.state_bytes for operation in every),
             flops=sum(operation.flops for operation in every),
             moved_bytes=sum(operation.moved_bytes for operation in every),
-            decides=any(operation.decides for operation in every),
             again=all(operation.again for operation in every),
             then=tuple((operation.key, outputs.index(self._new(operation.outputs[0]))) for operation in rest),
         )

@@ -14,22 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.common.units import round_up
 from planner.errors import ScheduleError
-from planner.ir.graph import TrainingGraph, Value
-
-PIECE_BYTES = 4 * 2**20
-"""What is rounded at a time for the way to the host, or comes back rounded, takes so much of the device at most."""
-
-
-def host_bytes(value: Value, *, lossy: bool) -> int:
-    """Return what a value takes of the host's memory and of the link: half if it is rounded from 32 to 16 bits."""
-    return value.size_bytes // 2 if lossy else value.size_bytes
-
-
-def piece_bytes(graph: TrainingGraph, value: Value) -> int:
-    """Return what rounding a value, or fetching one that is rounded, takes of the device for itself."""
-    return round_up(min(host_bytes(value, lossy=True), PIECE_BYTES), graph.alignment_bytes)
+from planner.ir.graph import TrainingGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +29,6 @@ class Offload:
     returns: tuple[int, ...]
     """Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run that
     reads the copy waits for that to end."""
-    lossy: bool = False
-    """Whether the host has its numbers as bfloat16."""
-
-    def host_bytes(self, value: Value) -> int:
-        """Return what the value takes of the host's memory, and of the link to it."""
-        return host_bytes(value, lossy=self.lossy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ one that is read first comes first. The first run that reads a value waits for i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +23,7 @@ from planner.errors import ScheduleError
 from planner.ir.checkpoints import UNREAD
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
-from planner.ir.schedule import Schedule, piece_bytes
+from planner.ir.schedule import Schedule
 
 
 def _transfers(
@@ -38,7 +37,7 @@ def _transfers(
     if host is None:
         raise ScheduleError("the schedule offloads values, and there is no host to take them")
     operations, values = graph.operations, graph.values
-    seconds = {offload.value: host.seconds(offload.host_bytes(values[offload.value])) for offload in schedule.offloads}
+    seconds = {offload.value: host.seconds(values[offload.value].size_bytes) for offload in schedule.offloads}
     leaving, returning = _moves(graph, schedule)
 
     now = sending_until = fetching_until = stall_seconds = transfer_seconds = 0.0
@@ -233,7 +232,7 @@ def simulate(
         change[first[index]] += operations[index].state_bytes
         change[position + 1] -= operations[index].state_bytes
 
-    timeline = tuple(map(add, accumulate(change), workspaces(graph, costs, schedule, copies)))
+    timeline = tuple(map(add, accumulate(change), (costs[index].workspace_bytes for index in order)))
     peak = max(timeline, default=0)
     stall_seconds = transfer_seconds = 0.0
     if schedule.offloads:
@@ -246,43 +245,5 @@ def simulate(
         timeline_bytes=timeline,
         stall_seconds=stall_seconds,
         transfer_seconds=transfer_seconds,
-        host_bytes=sum(offload.host_bytes(values[offload.value]) for offload in schedule.offloads),
+        host_bytes=sum(values[offload.value].size_bytes for offload in schedule.offloads),
     )
-
-
-def workspaces(
-    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, copies: Sequence[Copy]
-) -> list[int]:
-    """Return what each run of a schedule needs beside the copies that are there while it is under way.
-
-    That is its kernels' own memory; or the piece of a value that is being rounded after it, or that has come back
-    rounded before it, where that is more than what is gone by then, or not there yet.
-    """
-    order, operations, values = schedule.order, graph.operations, graph.values
-    needed = [costs[index].workspace_bytes for index in order]
-    lossy = {offload.value for offload in schedule.offloads if offload.lossy}
-    if not lossy:
-        return needed
-    leaves = {offload.value: offload.leaves for offload in schedule.offloads}
-    rerun = {index for index, again in Counter(order).items() if again > 1}
-    ending, beginning = Counter[int](), Counter[int]()
-    fetched: dict[int, list[int]] = {}
-    ran: set[int] = set()
-    for copy in copies:
-        if isinstance(copy, FetchedCopy):
-            fetched.setdefault(copy.born, []).append(copy.value)
-        else:
-            beginning[copy.born] += values[copy.value].size_bytes
-        if not copy.born == copy.died == leaves.get(copy.value, 0) - 1:  # what is being sent is there
-            ending[copy.died] += values[copy.value].size_bytes
-    for position, index in enumerate(order):
-        first = index not in ran
-        ran.add(index)
-        sent = [piece_bytes(graph, values[u]) for u in operations[index].outputs if u in lossy] if first else []
-        needed[position] = max([needed[position], *(piece - ending[position] for piece in sent)])
-        later = beginning[position] + (operations[index].state_bytes if first and index in rerun else 0)
-        for u in reversed(fetched.get(position, ())):
-            if u in lossy:
-                needed[position] = max(needed[position], piece_bytes(graph, values[u]) - later)
-            later += values[u].size_bytes
-    return needed

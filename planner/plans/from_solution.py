@@ -150,18 +150,6 @@ def _warnings(
     """Look for what limits a plan, of which this is the simulation; see :func:`price_finding`."""
     if (policy := policy_finding(problem)) is not None:
         yield policy
-    offloads = solution.schedule.offloads
-    if lossy := [offload for offload in offloads if offload.lossy]:
-        size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
-        yield Finding(
-            rule="lossy-offload",
-            evidence=f"{len(lossy)} of the {len(offloads)} values that wait on the host, {format_bytes(size_bytes)}, "
-            "are rounded there to bfloat16",
-            cause="they come back off by up to a 256th part, and so does what is recomputed from them: gradients are "
-            "not bit-equal to those of the step without recompute",
-            fix="let 'verify' measure how far off they are; leave out --offload-lossy (Offload(lossy=True)) for equal "
-            "bits",
-        )
     if evaluation.added_seconds <= 0:
         return
     step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)

@@ -11,7 +11,7 @@ from planner.ir.checkpoints import BOOKKEEPING
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, named_by
 from planner.ir.layers import Layers, number_ranges
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import Evaluation, FetchedCopy, lifetimes, workspaces
+from planner.ir.simulator import Evaluation, FetchedCopy, lifetimes
 from planner.plans.plan import AliveTensors, LayerPlacement, PeakLocation
 
 _OWN_KINDS = {
@@ -58,7 +58,7 @@ def alive_at(
         if copy.born <= position <= copy.died:
             key, _ = operation.made_by(operation.outputs.index(copy.value))
             yield _alive(operation, kind, value.size_bytes, key)
-    if schedule.order and (size_bytes := workspaces(graph, costs, schedule, copies)[position]):
+    if schedule.order and (size_bytes := costs[schedule.order[position]].workspace_bytes):
         yield _alive(graph.operations[schedule.order[position]], WORKSPACE, size_bytes)
     last = {index: at for at, index in enumerate(schedule.order)}
     for index, first in sorted(schedule.first_runs().items()):

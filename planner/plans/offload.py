@@ -27,8 +27,7 @@ class Place:
 class OffloadedValue:
     """A value that waits in the host's memory, which an operation of this key makes as one of its outputs.
 
-    Right before one run it is freed on the device, right before each of others it is taken there again. A lossy one is
-    rounded to bfloat16 on the host, and takes half.
+    Right before one run it is freed on the device, right before each of others it is taken there again.
     """
 
     operation: str
@@ -36,7 +35,6 @@ class OffloadedValue:
     size_bytes: int
     leaves: Place
     returns: tuple[Place, ...]
-    lossy: bool = field(default=False, metadata={"older": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class Offloading:
     """What a plan offloads, what that takes of the host's memory, and what it may take.
 
     Times stand on a rate of the link each way: that of all transfers, and the stall that does not hide behind
-    computing. ``lossy`` says whether values may be rounded on their way. Under the runtime ``"modules"`` there are the
+    computing. Under the runtime ``"modules"`` there are the
     modules that send the values, and the size below which values stay, 0 if no module sends any.
     """
 
@@ -69,14 +67,8 @@ class Offloading:
     bytes_per_second: float
     transfer_seconds: float
     stall_seconds: float
-    lossy: bool = field(default=False, metadata={"older": True})
     modules: tuple[OffloadedModule, ...] = field(default=(), metadata={"left_out": True})
     least_bytes: int = field(default=0, metadata={"older": True})
-
-    @property
-    def rounded(self) -> int:
-        """How many values are rounded: if there is one, gradients are not bit-equal."""
-        return sum(value.lossy for value in self.values)
 
 
 def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:
@@ -101,7 +93,6 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
                 size_bytes=graph.values[offload.value].size_bytes,
                 leaves=places[offload.leaves],
                 returns=tuple(places[position] for position in offload.returns),
-                lossy=offload.lossy,
             )
         )
     return Offloading(
@@ -111,7 +102,6 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
         bytes_per_second=host.bytes_per_second,
         transfer_seconds=evaluation.transfer_seconds,
         stall_seconds=evaluation.stall_seconds,
-        lossy=host.lossy or any(offload.lossy for offload in schedule.offloads),
     )
 
 
@@ -133,13 +123,7 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
         try:
             output = over.get(value.operation, value.output)
             made = graph.operations[index_of[value.operation]].outputs[output]
-            if value.lossy and not graph.values[made].roundable:
-                raise PlanMismatchError(
-                    f"the plan rounds output {value.output} of {value.operation}, and in {graph.name or 'this model'} "
-                    "that must stay exact; make a new plan for this model and these shapes"
-                )
-            returns = tuple(map(position_of, value.returns))
-            offloads.append(Offload(made, position_of(value.leaves), returns, value.lossy))
+            offloads.append(Offload(made, position_of(value.leaves), tuple(map(position_of, value.returns))))
         except (KeyError, IndexError) as error:
             raise PlanMismatchError(
                 f"the plan offloads output {value.output} of {value.operation}, and {graph.name or 'this model'} lacks "

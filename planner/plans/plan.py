@@ -186,9 +186,6 @@ class Verification:
     follows from it; 0 demands bits."""
     eager: MeasuredEager | None = field(default=None, metadata={"left_out": True})
     """The model's own step, where the plan is held against that."""
-    rounding_error: float | None = field(default=None, metadata={"older": True})
-    """How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the
-    largest difference as a share of the length, and ``tolerance`` what is allowed of it, in any type."""
 
     @property
     def exact(self) -> bool:

@@ -10,7 +10,7 @@ from planner.common.options import Budget, Search
 from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.ir.host import Host, graph_for
+from planner.ir.host import Host
 from planner.ir.policy import Decisions, Policy, decide, run_once
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
@@ -54,7 +54,6 @@ def make_problem(
         whole_bytes = unplanned_bytes(graph, costs) if budget.is_share else static_bytes
     there_bytes = static_bytes + graph.found_bytes
     limit_bytes = max(budget.in_bytes(max(whole_bytes, there_bytes), there_bytes), budget.at_least_bytes) - static_bytes
-    graph = graph_for(graph, host)
     decisions = Decisions() if policy is None else decide(graph, policy, can_offload=host is not None)
     graph = run_once(graph, decisions)
     if decisions.moves:

@@ -171,7 +171,6 @@ def _audit_notes(audit: Audit) -> Iterator[str]:
     host = ""
     if audit.now.offloading is not None:
         host = f" --offload --host-budget {audit.now.offloading.host_bytes}"
-        host += " --offload-lossy" if audit.now.offloading.lossy else ""
         yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; the plans beside it may offload as much."
     if not _is_best(audit):
         runtime = " --runtime modules" if audit.best.runtime == "modules" else ""

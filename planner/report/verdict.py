@@ -24,8 +24,6 @@ _SOURCES = {
 def verdict(plan: Plan) -> str:
     """Return the verdict on a plan as one line."""
     away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
-    if plan.offloading and plan.offloading.rounded:
-        away += " LOSSY: rounded to bfloat16, gradients are not bit-equal"
     against = " vs eager" if plan.eager is not None else ""
     proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
     cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{proven}"
@@ -92,12 +90,6 @@ def render_offloading(plan: Plan) -> Text | None:
     if not offloading.values:
         return Text(f"Nothing is offloaded; the host's memory is reached with {link}.")
     count = len(offloading.values)
-    rounded = (
-        f" {offloading.rounded} of them {'is' if offloading.rounded == 1 else 'are'} rounded to bfloat16 there, at "
-        "half the size: gradients are not bit-equal, and 'verify' measures by how much."
-        if offloading.rounded
-        else ""
-    )
     here = " On a CPU that is the same memory, so all this shows is what would move." if plan.device == "cpu" else ""
     hidden_seconds = offloading.transfer_seconds - offloading.stall_seconds
     return Text(
@@ -106,7 +98,7 @@ def render_offloading(plan: Plan) -> Text | None:
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
         f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(hidden_seconds)} of it "
         f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest."
-        f"{rounded}{here}" + "".join(f"\n{line}" for line in _senders(plan))
+        f"{here}" + "".join(f"\n{line}" for line in _senders(plan))
     )
 
 
@@ -195,12 +187,7 @@ def render_measured(plan: Plan) -> Group | None:
     exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
     if measured.eager is not None:
         exact.append(f". Against eager: {'equal' if measured.eager.equal else 'not all bits are equal'}")
-    if measured.rounding_error is not None:
-        exact.append(
-            ". Values are rounded on their way to the host, so no bits are promised: loss and gradients are off by up "
-            f"to {measured.rounding_error:.2g} of their length ({measured.tolerance:g} is allowed)"
-        )
-    elif measured.control:
+    if measured.control:
         kept = "is no further off than that allows" if measured.agrees else "is FURTHER OFF"
         exact.append(f". Two steps without the plan differ by {measured.control:.2g} of their length; the plan {kept}")
     elif measured.tolerance:

@@ -55,8 +55,6 @@ def verdict(curve: TradeOffCurve) -> str:
         f"{none_needs_less(curve.proven_minimum_peak_bytes, curve.minimum_feasible_peak_bytes)}, "
         f"to {format_bytes(curve.baseline_peak_bytes)}, the peak without recompute"
     )
-    if curve.lossy:
-        ends += " · LOSSY: values wait on the host as bfloat16, gradients are not bit-equal"
     knee = curve.knee
     if knee is None or knee.overhead is None:
         return f"TRADE-OFF {ends}"

@@ -213,8 +213,7 @@ class _Emitter:
         self.taken_places: dict[int, fx.Node] = {}
         self.arriving = set(arriving)
         """Values that are being fetched, and that nobody has read yet."""
-        self._lossy = {offload.value: offload.lossy for offload in schedule.offloads}
-        """Whether an offloaded value is rounded."""
+        self._offloaded = {offload.value for offload in schedule.offloads}
         self._leaving: defaultdict[int, list[int]] = defaultdict(list)
         for offload in schedule.offloads:
             self._leaving[offload.leaves].append(offload.value)
@@ -229,13 +228,11 @@ class _Emitter:
                 continue
             index = self.order[position]
             made = self.lowered.graph.operations[index].outputs
-            sent = [value for value in made if value in self._lossy and index not in self.already_run]
+            sent = [value for value in made if value in self._offloaded and index not in self.already_run]
             self._run(index)
-            self._leave(position + 1, but=sent)  # rounding takes memory, and may have theirs
             for value in sent:
                 tensor = self.current[self.lowered.value_nodes[value]]
-                meta, is_rounded = self._meta_of_place(value), self._lossy[value]
-                self.places[value] = self._call(meta, host_copies.offload, tensor, is_rounded)
+                self.places[value] = self._call(self._meta_of_place(value), host_copies.offload, tensor)
 
     def move(self, position: int) -> None:
         """Let offloaded values leave and return that do so right before a run."""
@@ -246,16 +243,13 @@ class _Emitter:
             self.current[node] = self._call(node.meta, host_copies.reload, self._place(value))
             self.arriving.add(value)
 
-    def _leave(self, position: int, but: Sequence[int] = ()) -> None:
-        leaving = self._leaving.pop(position, [])
-        self._leaving[position] = [value for value in leaving if value in but]
-        for value in leaving:
-            if value not in but:
-                node = self.lowered.value_nodes[value]
-                sent = (self._place(value), self.resolve(node))
-                self.places[value] = self._call(self._meta_of_place(value), host_copies.wait_offload, *sent)
-                self.current.pop(node)
-                self._forget_views(value)
+    def _leave(self, position: int) -> None:
+        for value in self._leaving.pop(position, ()):
+            node = self.lowered.value_nodes[value]
+            sent = (self._place(value), self.resolve(node))
+            self.places[value] = self._call(self._meta_of_place(value), host_copies.wait_offload, *sent)
+            self.current.pop(node)
+            self._forget_views(value)
 
     def _place(self, value: int) -> fx.Node:
         """Return the place of an offloaded value; in the backward it is one of the inputs."""
@@ -267,8 +261,7 @@ class _Emitter:
     def _meta_of_place(self, value: int) -> dict[str, Any]:
         val = self.lowered.value_nodes[value].meta["val"]
         with val.fake_mode:
-            size_bytes = val.untyped_storage().nbytes() // (2 if self._lossy[value] else 1)
-            return {"val": torch.empty(size_bytes, dtype=torch.uint8)}
+            return {"val": torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8)}
 
     def _call(self, meta: dict[str, Any], function: Any, *arguments: Any) -> fx.Node:
         node = self.graph.call_function(function, arguments)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from threading import RLock
@@ -22,25 +21,21 @@ import torch
 
 from planner.common.units import format_bytes
 from planner.errors import RuntimeUnsupportedError
-from planner.ir.schedule import PIECE_BYTES
-
-_LARGEST = torch.finfo(torch.bfloat16).max
 
 
-def offload(tensor: torch.Tensor, rounded: bool = False) -> torch.Tensor:
-    """Begin to copy a tensor's storage to the host, if so from float32 to bfloat16; give the place where it goes."""
-    place = POOL.take(tensor.untyped_storage().nbytes() // (2 if rounded else 1), pinned=tensor.is_cuda)
+def offload(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor's storage to the host; give the place where it goes."""
+    place = POOL.take(tensor.untyped_storage().nbytes(), pinned=tensor.is_cuda)
     record = POOL.record(place)
     record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-    record.device, record.rounded = tensor.device, rounded
-    copy = _copy_rounded if rounded else _copy
+    record.device = tensor.device
     if not tensor.is_cuda:
-        copy(place, _bytes_of(tensor))
+        place.copy_(_bytes_of(tensor), non_blocking=True)
         return place
     out, _ = _streams(tensor.device)
     out.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(out):
-        copy(place, _bytes_of(tensor))
+        place.copy_(_bytes_of(tensor), non_blocking=True)
         record.sent = out.record_event()
     return place
 
@@ -57,18 +52,16 @@ def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def reload(place: torch.Tensor) -> torch.Tensor:
     """Take memory on the device again, and begin to copy back what a place holds."""
     record = POOL.record(place)
-    size_bytes = place.numel() * (2 if record.rounded else 1)
-    there = torch.empty(size_bytes, dtype=torch.uint8, device=record.device)
-    copy = _copy_back_rounded if record.rounded else _copy
+    there = torch.empty(place.numel(), dtype=torch.uint8, device=record.device)
     if record.device.type == "cuda":
         _, back = _streams(record.device)
         back.wait_stream(torch.cuda.current_stream(record.device))  # until then others compute in that memory
         with torch.cuda.stream(back):
-            copy(there, place)
+            there.copy_(place, non_blocking=True)
             record.fetched = back.record_event()
         record.target = there
     else:
-        copy(there, place)
+        there.copy_(place, non_blocking=True)
     size, stride, offset, dtype = record.layout
     return there.view(dtype).as_strided(size, stride, offset)
 
@@ -80,37 +73,6 @@ def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         torch.cuda.current_stream(tensor.device).wait_event(record.fetched)
         record.fetched = record.target = None
     return tensor
-
-
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source, non_blocking=True)
-
-
-def _copy_rounded(place: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bytes of float32 to a place as bfloat16.
-
-    A copy between devices that changes the type would need room for all of it on the device. So it goes piece by piece,
-    each where the one before it was, in the order of the stream. What is too large for bfloat16 becomes the largest
-    that is not, lest there be an infinity that was not there before.
-    """
-    for numbers, there in _in_pieces(source, place):
-        piece = numbers.to(torch.bfloat16).clamp_(-_LARGEST, _LARGEST)
-        there.copy_(piece, non_blocking=True)
-        del piece
-
-
-def _copy_back_rounded(source: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy bfloat16 from a place back as bytes of float32."""
-    for numbers, there in _in_pieces(source, place):
-        piece = torch.empty_like(there, device=source.device).copy_(there, non_blocking=True)
-        numbers.copy_(piece)
-        del piece
-
-
-def _in_pieces(numbers: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    numbers, place, count = numbers.view(torch.float32), place.view(torch.bfloat16), PIECE_BYTES // 2
-    for begin in range(0, numbers.numel(), count):
-        yield numbers[begin : begin + count], place[begin : begin + count]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +92,6 @@ class _Record:
 
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rounded: bool = False
     sent: Any = None
     fetched: Any = None
     target: torch.Tensor | None = None

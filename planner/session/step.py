@@ -71,7 +71,6 @@ from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
-from planner.transforms import rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
     if made is None:
         return Offload(False)
     least = made.least_bytes or at_least
-    return Offload(host_budget=made.host_budget_bytes, at_least=least, lossy=made.lossy)
+    return Offload(host_budget=made.host_budget_bytes, at_least=least)
 
 
 def options_of(plan: Plan, loss: LossMemory | None) -> Options:
@@ -210,7 +209,6 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
 
     around = static_memory_of(model, joint.inputs, spec, options, blocks)
     lowered = lower(joint, context_of(model, spec, around, options))
-    lowered = rounding.marked(lowered)
     step = partial(
         LoweredStep,
         spec=spec,

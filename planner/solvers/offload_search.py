@@ -240,7 +240,7 @@ def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
     chosen: set[int] = set()
     left_bytes = problem.host.budget_bytes
     for u in values:
-        size_bytes = problem.host.bytes_of(problem.graph.values[u])
+        size_bytes = problem.graph.values[u].size_bytes
         if size_bytes <= left_bytes:
             left_bytes -= size_bytes
             chosen.add(u)

@@ -89,7 +89,7 @@ class OffloadCut:
         held = [(column, values[u].size_bytes) for u, column in self.held.items()]
         held += [(column, operations[o].state_bytes) for o, column in self.again.items()]
         self._at_most(self.room_bytes, held, unit=max(self.problem.budget_bytes, 1))
-        away = [(column, self.host.bytes_of(values[u])) for u, column in self.away.items()]
+        away = [(column, values[u].size_bytes) for u, column in self.away.items()]
         self._at_most(self.host.budget_bytes, away, unit=max(self.host.budget_bytes, 1))
 
     def allow_transfers(self) -> None:
@@ -128,7 +128,7 @@ class OffloadCut:
             before = [(column, total)]
 
     def _seconds(self, u: int) -> float:
-        return self.host.seconds(self.host.bytes_of(self.graph.values[u]))
+        return self.host.seconds(self.graph.values[u].size_bytes)
 
     def _at_most(self, most: float, terms: Sequence[tuple[int, float]], *, unit: float) -> None:
         self.model.at_least(-most / unit, *((column, -weight / unit) for column, weight in terms if weight))

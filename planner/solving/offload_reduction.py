@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.ir.graph import Operation, OperationCost, Value
 from planner.ir.problem import Problem
-from planner.ir.schedule import Offload, Schedule, piece_bytes
+from planner.ir.schedule import Offload, Schedule
 
 
 class OffloadReduction:
@@ -46,12 +46,7 @@ class OffloadReduction:
                 operations.append(
                     Operation(name=name, key=name, target="", inputs=(ticket,), outputs=(u,), phase=operation.phase)
                 )
-                costs.append(
-                    OperationCost(
-                        seconds=price * self.host.seconds(self.host.bytes_of(values[u])),
-                        workspace_bytes=piece_bytes(graph, values[u]) if self.host.rounds(values[u]) else 0,
-                    )
-                )
+                costs.append(OperationCost(seconds=price * self.host.seconds(values[u].size_bytes)))
                 self.stands_for.append(-1 - u)
         self.problem = Problem(
             graph=replace(graph, operations=tuple(operations), values=tuple(values), runs_after=None),
@@ -90,11 +85,7 @@ class OffloadReduction:
                 made.add(u)
                 last_use[u] = position
             position += 1
-        values = self.real.graph.values
-        return Schedule(
-            order,
-            tuple(Offload(u, leaves[u], tuple(returns[u]), self.host.rounds(values[u])) for u in sorted(returns)),
-        )
+        return Schedule(order, tuple(Offload(u, leaves[u], tuple(returns[u])) for u in sorted(returns)))
 
     def _needed(self, schedule: Schedule) -> list[int]:
         """Return the real operations in order, and -1 less the value for each fetching, of what somebody reads.

@@ -111,8 +111,7 @@ def lowest_peak(problem: Problem) -> MinimumPeak:
 def proven_lowest(problem: Problem) -> int:
     """Return a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
     if problem.host is not None:
-        exact = replace(problem, host=replace(problem.host, lossy=False))  # rounding takes room, and is no must
-        problem = OffloadReduction(exact, problem.host.movable(problem.graph)).problem
+        problem = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
     return proven_peak(problem.graph, problem.costs)[0]
 
 

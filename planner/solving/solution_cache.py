@@ -70,7 +70,7 @@ def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
     for part in (
         _versions(),
         (solver, effort.time_limit_seconds, effort.deterministic, effort.seed, effort.enough, problem.budget_bytes),
-        [(v.size_bytes, v.retained, v.roundable) for v in graph.values],
+        [(v.size_bytes, v.retained) for v in graph.values],
         [(o.inputs, o.outputs, o.phase, o.module, o.recomputable, o.state_bytes, o.region) for o in graph.operations],
         [(c.seconds, c.workspace_bytes) for c in problem.costs],
         problem.host,

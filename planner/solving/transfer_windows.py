@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 from planner.ir.problem import Problem
-from planner.ir.schedule import Offload, Schedule, piece_bytes
+from planner.ir.schedule import Offload, Schedule
 
 
 def widened(problem: Problem, schedule: Schedule) -> Schedule:
@@ -30,8 +30,7 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
         evaluation = problem.evaluate(wide)
         return max(evaluation.peak_bytes, problem.budget_bytes), evaluation.stall_seconds
 
-    # Windows do not see all that a piece of a rounded value needs for a moment: then what was there is kept.
-    return min((*found, schedule), key=cost)
+    return min(found, key=cost)
 
 
 def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:
@@ -58,8 +57,7 @@ class _Windows:
         self.live = list(problem.evaluate(schedule).timeline_bytes)
         values = problem.graph.values
         self.size = {o.value: values[o.value].size_bytes for o in schedule.offloads}
-        self.seconds = {o.value: self.host.seconds(o.host_bytes(values[o.value])) for o in schedule.offloads}
-        self.piece = {o.value: piece_bytes(problem.graph, values[o.value]) for o in schedule.offloads if o.lossy}
+        self.seconds = {o.value: self.host.seconds(values[o.value].size_bytes) for o in schedule.offloads}
         self.now = {offload.value: offload for offload in schedule.offloads}
         self.uses: dict[int, list[int]] = {u: [] for u in self.now}
         """For each offloaded value, where it is made or read."""
@@ -136,8 +134,5 @@ class _Windows:
             while at > begin and self.live[at - 1] + self.size[u] <= self.problem.budget_bytes:
                 at -= 1
                 self.live[at] += self.size[u]
-            while at < back and self.live[at] + self.piece.get(u, 0) > self.problem.budget_bytes:
-                self.live[at] -= self.size[u]
-                at += 1
             returns[u].append(at)
         self.now = {u: replace(offload, returns=tuple(returns[u])) for u, offload in self.now.items()}

@@ -46,7 +46,6 @@ def test_what_is_misspelt_is_refused(runtime: str) -> None:
     [
         ({"strategy": "every-2", "offload": True}, "leave offload out"),
         ({"strategy": "evry-2"}, "did you mean 'every-N'"),
-        ({"budget": "90%", "offload_lossy": True}, "give offload too"),
         ({"budget": "90%", "solver": "chian-dp"}, "did you mean 'chain-dp'"),
     ],
 )

@@ -42,7 +42,7 @@ def test_help_of_plan_fits_on_two_screens(monkeypatch: pytest.MonkeyPatch, capsy
         lines.append(capsys.readouterr().out.splitlines())
     usual, everything = lines
     assert len(usual) <= 48
-    assert set(usual) < set(everything) and any("--offload-lossy" in line for line in everything)
+    assert set(usual) < set(everything) and any("--offload-at-least" in line for line in everything)
 
 
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)

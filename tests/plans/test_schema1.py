@@ -25,6 +25,12 @@ from tests.tiers import tiered
 
 FILES = Path(__file__).parent.parent / "data" / "schema1"
 NAMES = tiered(schema1.PLANS, slow=["inductor"])
+GONE = {"lossy", "rounding_error"}
+"""Fields of what plans could do once: whoever reads a file passes them over."""
+
+
+def without_gone(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in GONE}
 
 
 def load(name: str) -> planner.Plan:
@@ -33,7 +39,7 @@ def load(name: str) -> planner.Plan:
 
 @pytest.mark.parametrize("name", schema1.PLANS)
 def test_a_plan_says_what_it_said(name: str) -> None:
-    written = json.loads((FILES / f"{name}.plan").read_text(encoding="utf-8"))
+    written = json.loads((FILES / f"{name}.plan").read_text(encoding="utf-8"), object_hook=without_gone)
     plan = load(name)
     assert json.loads(plan.to_json()) == written
     assert plan.runtime == schema1.PLANS[name]["runtime"] and plan.verification is not None
@@ -79,16 +85,14 @@ def fields(data: Any, path: str = "") -> Iterator[str]:
 
 
 def test_answers_have_the_fields_that_they_had() -> None:
-    for name, report in schema1.reports(load("graph"), load("graph_offload")).items():
+    for name, report in schema1.reports(load("graph")).items():
         written = json.loads((FILES / f"{name}.json").read_text(encoding="utf-8"))
         assert set(fields(written)) - set(fields(json.loads(json.dumps(report)))) == set(), name
 
 
-def test_explanations_and_differences_of_plan_files_are_the_same() -> None:
-    plan, other = load("graph"), load("graph_offload")
-    for name, report in (("explain", planner.explain(plan)), ("diff", planner.diff(plan, other))):
-        written = json.loads((FILES / f"{name}.json").read_text("utf-8"))
-        assert without_wording(json.loads(json.dumps(report.report()))) == without_wording(written)
+def test_explanations_of_plan_files_are_the_same() -> None:
+    report, written = planner.explain(load("graph")).report(), json.loads((FILES / "explain.json").read_text("utf-8"))
+    assert without_wording(json.loads(json.dumps(report))) == without_wording(written)
 
 
 def without_wording(report: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from planner.analysis.diff import diff
 from planner.analysis.explain import explain
 from planner.analysis.trade_off.answers import Answers
 from planner.plans.plan import NoPlanFitsError
 from planner.report import render, render_infeasible
 from planner.report.comparisons import render_established
-from planner.report.diff import render as render_difference
 from planner.report.explain import render as render_explanation
 from planner.report.what_if import render as render_what_if
-from tests.analysis.test_diff import two_plans
 from tests.analysis.test_explain import plan_with_drops
 from tests.analysis.test_what_if import fixed_curve
 from tests.example_graphs import transformer
@@ -54,7 +51,6 @@ REPORTS: dict[str, tuple[Callable[[Console], object], tuple[int, ...]]] = {
     "screen": (lambda console: render(example_plan(verified=False), console), (80, 100)),
     "screen_measured": (lambda console: render(example_plan(), console), (100,)),
     "infeasible": (infeasible, (80, 100, 160)),
-    "diff": (lambda console: render_difference(diff(*two_plans()), console), (80,)),
     "explain": (lambda console: render_explanation(explain(plan_with_drops()), console, largest=6), (80,)),
     "explain_module": (lambda c: render_explanation(explain(plan_with_drops(), "transformer.h.2"), c), (80,)),
     "strategies": (lambda console: render_established(fixed_strategies(), console), (80,)),

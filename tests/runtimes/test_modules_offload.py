@@ -221,8 +221,6 @@ def test_a_study_offloads_as_a_plan_does() -> None:
     assert step.plan(budget=planner.Budget(activations="70%")).offloading is None, (
         "what was asked before leaves nothing behind"
     )
-    with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
-        step.plan(budget="60%", offload=planner.Offload(lossy=True))
 
 
 def test_a_curve_of_choices_of_modules() -> None:

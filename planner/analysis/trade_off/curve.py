@@ -19,7 +19,7 @@ from planner.common.limits import Clock
 from planner.common.options import Offload, Search
 from planner.common.units import Size
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
-from planner.ir.host import Host, graph_for
+from planner.ir.host import Host
 from planner.ir.problem import Problem, confirm
 from planner.ir.schedule import Schedule
 from planner.plans.allocator import optimizer_peak_bytes
@@ -130,7 +130,6 @@ class CurveSweep:
             asked_more=self._point(asked + MORE_BYTES) if asked and asked + MORE_BYTES in self.solved else None,
             is_complete=self.solved.issuperset(self.budgets),
             host_budget_bytes=self.host.budget_bytes if self.host else None,
-            lossy=self.host is not None and self.host.lossy,
             eager=self.study.origin.eager,
         )
 
@@ -187,7 +186,7 @@ class CurveSweep:
 
     def _problem(self, budget_bytes: int) -> Problem:
         return Problem(
-            graph=graph_for(self.study.graph, self.host),
+            graph=self.study.graph,
             costs=self.study.costs,
             budget_bytes=budget_bytes - self.static_bytes,
             host=self.host,

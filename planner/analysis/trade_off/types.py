@@ -56,8 +56,6 @@ class TradeOffCurve:
     """Whether all points that were wanted are there."""
     host_budget_bytes: int | None = None
     """What plans may offload to the host's memory; None where they offload nothing."""
-    lossy: bool = False
-    """Whether values of float32 are rounded to bfloat16 there."""
     eager: EagerStep | None = None
     """The model's own step, of whose peak percentages are, if it is known; overheads are over the captured one."""
     batch_sizes: SizeAxis | None = None
@@ -87,7 +85,6 @@ class TradeOffCurve:
             "asked": to_data(self.asked),
             "one_gib_more": to_data(self.asked_more),
             "host_budget_bytes": self.host_budget_bytes,
-            "offload_lossy": self.lossy,
         }
 
 
