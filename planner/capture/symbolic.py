@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.fake_internals import guards_on_sizes, python_code
+from planner.capture.fake_internals import python_code
 from planner.capture.fake_kernels import eager_results
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.torch_internals import outside_autocast
@@ -143,36 +143,6 @@ def bound(joint: JointGraph, given: Sequence[Any]) -> Numbers:
             if symbol is not None and numbers.setdefault(symbol, number) != number:
                 raise OtherProgramError(f"sizes that were equal when the program was captured are {number} and others")
     return numbers
-
-
-def with_others(joint: JointGraph, given: Sequence[Any], others: Mapping[int, Tensor]) -> list[Any]:
-    """Return what the program is given where others take the places of some tensors, named by id: sizes follow."""
-    tensors = [others.get(id(value), value) for value in given]
-    numbers: Numbers = {}
-    for node, value in zip(joint.placeholders, tensors, strict=True):
-        if isinstance(value, Tensor) and not is_number(node):
-            pairs = zip(
-                (*node.meta["val"].shape, *node.meta["val"].stride()), (*value.shape, *value.stride()), strict=True
-            )
-            numbers.update((symbol, number) for size, number in pairs if (symbol := symbol_of(size)) is not None)
-    recorded = (node.meta["val"] for node in joint.placeholders)
-    return [
-        numbers.get(symbol_of(size), value) if is_symbolic(size) else value
-        for size, value in zip(recorded, tensors, strict=True)
-    ]
-
-
-def holds_for(joint: JointGraph, given: Sequence[Any]) -> bool:
-    """Whether the captured program is what a capture would give for other things that it is given."""
-    try:
-        numbers = bound(joint, given)
-    except OtherProgramError:
-        return False
-    for node, value in zip(joint.placeholders, given, strict=True):
-        recorded = node.meta["val"]
-        if isinstance(value, Tensor) and [number_of(size, numbers) for size in recorded.shape] != [*value.shape]:
-            return False
-    return all(guard.xreplace(numbers) == True for guard in guards_on_sizes(fake_mode_of(joint.graph)))  # noqa: E712
 
 
 class Sizes:

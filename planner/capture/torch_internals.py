@@ -677,11 +677,6 @@ def dynamic_dimensions(tensor: torch.Tensor) -> set[int]:
     return set().union(*(vars(tensor).get(name, ()) for name in _DYNAMIC_MARKS))
 
 
-def dynamic_ranges(tensor: torch.Tensor) -> dict[int, int | None]:
-    """Return the dimensions that ``mark_dynamic`` marked, with the largest size where one was named."""
-    return {r.dim: r.max for r in getattr(tensor, "_dynamo_dynamic_range", ())}
-
-
 def call_implementation(module: nn.Module) -> Callable[..., Any]:
     """Return the module's own call: its hooks and its ``forward``."""
     implementation: Callable[..., Any] = module._call_impl

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from planner.capture.inputs import Inputs, Varying, varying_dimensions
-from planner.capture.torch_internals import dynamic_dimensions, dynamic_ranges, is_marked_dynamic
-from planner.errors import UsageError
+from planner.capture.torch_internals import dynamic_dimensions, is_marked_dynamic
 from planner.plans.plan import Plan
 from planner.plans.reuse import in_vain_seconds, is_reused
 
@@ -140,41 +139,3 @@ def _others(inputs: Inputs) -> dict[str, Any]:
 def marked(inputs: Inputs) -> list[torch.Tensor]:
     """Return the inputs that are marked by ``mark_dynamic`` or its kin."""
     return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
-
-
-def largest_sizes(inputs: Inputs) -> InputSizes | None:
-    """Return the largest sizes that the marks allow, tensor by tensor; None if they name none.
-
-    Raises UsageError if an input is larger than its mark says.
-    """
-    bounded = False
-    sizes = []
-    for tensor in inputs.tensors():
-        size = list(tensor.shape)
-        for dimension, largest in dynamic_ranges(tensor).items():
-            if largest is None:
-                continue
-            if size[dimension] > largest:
-                raise UsageError(
-                    f"an input of size {tuple(tensor.shape)} is marked to have at most {largest} in dimension "
-                    f"{dimension}: raise max= of mark_dynamic"
-                )
-            size[dimension], bounded = largest, True
-        sizes.append(tuple(size))
-    return tuple(sizes) if bounded else None
-
-
-def with_sizes(inputs: Inputs, sizes: InputSizes) -> Inputs:
-    """Return inputs of other sizes, without values and marks: enough to be planned for."""
-    wanted = iter(sizes)
-    seen: dict[int, torch.Tensor] = {}  # one tensor that is passed twice stays one
-
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        size = next(wanted)
-        if not is_marked_dynamic(tensor):
-            return tensor
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # channels last stay last
-        empty = torch.empty_permuted(size, order, dtype=tensor.dtype, device=tensor.device)
-        return seen.setdefault(id(tensor), empty.requires_grad_(tensor.requires_grad))
-
-    return inputs.map_tensors(resized)

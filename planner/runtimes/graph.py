@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,12 +18,12 @@ from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph, reach_of
-from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
+from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.model_facts import is_sharded
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
-from planner.capture.symbolic import OtherProgramError, Sizes, holds_for, with_others
+from planner.capture.symbolic import OtherProgramError, Sizes
 from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
@@ -32,7 +32,7 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
-from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
+from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
@@ -42,11 +42,9 @@ from planner.runtimes._shapes import (
     InputSizes,
     PlansBySize,
     elements,
-    largest_sizes,
     marked,
     planning_seconds,
     sizes_of,
-    with_sizes,
 )
 from planner.runtimes._sized import SizedPrograms
 from planner.session.capture_progress import log_progress, one_at_a_time
@@ -81,9 +79,6 @@ class GraphRuntime(PlannedCalls):
         super().__init__(model, options, **settings)
         self._plans = PlansBySize(self.plan, is_kept=self._must_match)
         self._graphs = 0
-        self._planned_ahead: set[InputSizes] = set()
-        self._largest: Inputs | None = None
-        """Of the largest sizes that marks allow, which are still to be planned for."""
         self.compiler = compiler
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
@@ -114,8 +109,9 @@ class GraphRuntime(PlannedCalls):
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)
-            if result is NOT_CAPTURED:
-                result = self._known_without_marks(self._inputs)
+            if result is NOT_CAPTURED and (varying := marked(self._inputs)):
+                with without_dynamic_marks(varying):  # guards do not know them: what is captured has none
+                    result = self._known(args, kwargs)
             if result is not NOT_CAPTURED:
                 self._in_a_row = 0
                 return result
@@ -123,16 +119,6 @@ class GraphRuntime(PlannedCalls):
                 return self._captured(self._inputs)
         finally:
             self._inputs = None
-
-    def _known_without_marks(self, inputs: Inputs) -> Any:
-        """Run the program that there is for a call with marks, which guards do not know: what is captured has none."""
-        if not (varying := marked(inputs)):
-            return NOT_CAPTURED
-        self._look_ahead(inputs)
-        if self._largest is not None:  # not planned for yet
-            return NOT_CAPTURED
-        with without_dynamic_marks(varying):
-            return self._known(inputs.args, inputs.kwargs)
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program that there is for a call, or give ``NOT_CAPTURED``."""
@@ -153,20 +139,13 @@ class GraphRuntime(PlannedCalls):
             self._say_what_changes(inputs)
         self._in_a_row += 1
         self._complete_for(inputs)
-        varying = marked(inputs)
-        self._look_ahead(inputs)
         varying_sizes = self._calls_seen.varying(inputs)
         symbolic = varying_sizes if self._may_vary else []
-        if not symbolic:
-            self._plan_ahead(inputs)
         graphs = self._graphs
         changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
         shown = log_progress(self.model, "captured")
-        with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
+        with shown as done, without_dynamic_marks(marked(inputs)), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
-            plan = self.plan
-            self._plan_ahead(inputs)  # if there was no program with symbols
-            self.plan = plan
             self._calls_seen.ran(inputs)
             if self._graphs != graphs:
                 done(self._why(symbolic), self.plan)
@@ -225,52 +204,6 @@ class GraphRuntime(PlannedCalls):
             self.complete_options(inputs)
             self._completed_for = situation
 
-    def _look_ahead(self, inputs: Inputs) -> None:
-        """Note down the largest sizes that marks allow: the decisions for these are to be there for all others."""
-        sizes = largest_sizes(inputs)
-        # What a loss outside needs can be asked only with targets of the same sizes.
-        is_new = sizes is not None and sizes not in self._planned_ahead and self.options.loss is None
-        self._largest = with_sizes(inputs, sizes) if is_new and sizes is not None else None
-
-    def _plan_ahead(self, inputs: Inputs) -> None:
-        """Plan for the largest sizes, captured by themselves."""
-        if self._largest is None:
-            return
-        with self._ahead_of(inputs) as ahead:
-            try:
-                joint = capture(self.model, ahead, compiler=self.compiler)
-            except CaptureError as error:
-                sizes = ", ".join(str(tuple(tensor.shape)) for tensor in ahead.tensors())
-                raise UsageError(
-                    f"the largest inputs that mark_dynamic allows, {sizes}, do not run: mark every input that grows "
-                    f"with them. {error}"
-                ) from error
-            self._remember(self.planned(joint), joint)
-
-    def _plan_ahead_by(self, programs: SizedPrograms, joint: JointGraph, given: Sequence[Any]) -> None:
-        """Plan for the largest sizes, put into the program that was captured with symbols, if it is theirs too."""
-        inputs = self._inputs
-        if self._largest is None or inputs is None:
-            return
-        others = {id(mine): large for mine, large in zip(inputs.tensors(), self._largest.tensors(), strict=True)}
-        largest = with_others(joint, given, others)
-        if holds_for(joint, largest):
-            with self._ahead_of(inputs):
-                programs.program(joint, largest)
-        else:
-            self._plan_ahead(inputs)
-
-    @contextmanager
-    def _ahead_of(self, inputs: Inputs) -> Iterator[Inputs]:
-        """Give the largest inputs, for which the options are completed meanwhile; then they count as planned for."""
-        assert self._largest is not None
-        ahead = self._largest
-        self.complete_options(ahead)
-        yield ahead
-        self._planned_ahead.add(sizes_of(ahead.tensors()))
-        self._largest = None
-        self.complete_options(inputs)
-
     def _new_calls(self) -> None:
         self._calls = [self._new_pair(assume=True)]
 
@@ -307,7 +240,6 @@ class GraphRuntime(PlannedCalls):
                 self._may_be_better,
             )
         with one_at_a_time:
-            self._plan_ahead_by(self._sized[joint.graph], joint, given)
             return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:

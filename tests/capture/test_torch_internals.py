@@ -63,7 +63,7 @@ def differences() -> list[str]:
     if internals.CHECKPOINT not in seen["around"]:
         problems.append("torch.utils.checkpoint runs what it checkpoints elsewhere")
     torch._dynamo.mark_dynamic(x, 0, max=8)
-    if not internals.is_marked_dynamic(x) or internals.dynamic_ranges(x) != {0: 8}:
+    if not internals.is_marked_dynamic(x):
         problems.append("mark_dynamic leaves other marks on a tensor")
     if not any(isinstance(d, internals.TangentAOTInput) for d in seen.get("descriptors", ())):
         problems.append("tangents of the joint graph carry no TangentAOTInput descriptor")
