@@ -19,9 +19,16 @@ from planner.analysis.compatibility import (
     chunked_graph,
     offloading_runtime,
 )
-from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
-from planner.capture.model_facts import compiled_parts, has_several_ranks, is_sharded, of_model, shards_of, whole
+from planner.capture.model_facts import (
+    compiled_parts,
+    has_several_ranks,
+    is_fake,
+    is_sharded,
+    of_model,
+    shards_of,
+    whole,
+)
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import entered, installed_call
 from planner.common.limits import Progress
@@ -120,7 +127,7 @@ def plan(
     chosen = runtimes.get(options.runtime.name)
     begun = time.perf_counter()
     with (
-        log_progress(model) as done,
+        log_progress(type(model).__name__) as done,
         placed(model, example) as example,
         entered(of_model(model, example.args, example.kwargs)),
     ):
@@ -258,7 +265,7 @@ def auto_wrap(
     if inputs is not None:
         example = Inputs.of(inputs)
         with (
-            log_progress(model) as done,
+            log_progress(type(model).__name__) as done,
             whole(model),
             placed(model, example) as example,
             entered(of_model(model, example.args)),

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._sympy.printers import PythonPrinter
@@ -91,11 +89,6 @@ def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
     """Return the fake mode that some of the tensors are of, or a new one."""
     local = map(in_memory, tensors)
     return next((tensor.fake_mode for tensor in local if isinstance(tensor, FakeTensor)), None) or fake_mode()
-
-
-def is_fake(model: nn.Module) -> bool:
-    """Whether a model was built under a fake mode."""
-    return any(map(is_without_data, chain(model.parameters(), model.buffers())))
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import getattr_static
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from planner.capture.fake_internals import is_fake
+from planner.capture.fake_internals import is_without_data
 from planner.capture.module_internals import ddp_around, has_full_backward_hooks
-from planner.capture.provenance import kinds_of
 from planner.capture.sharding import SHARES, WHOLE
 from planner.capture.torch_internals import installed_call
 from planner.errors import UsageError
@@ -280,3 +280,17 @@ def outside_bytes(graph: TrainingGraph) -> int:
     received = (graph.values[value] for value in graph.operations[graph.loss_index].outputs)
     sizes = [value.size_bytes for value in received if value.kind == "tangent"]
     return sum(size_bytes for size_bytes in sizes if size_bytes > graph.alignment_bytes)
+
+
+def is_fake(model: nn.Module) -> bool:
+    """Whether a model was built under a fake mode."""
+    return any(map(is_without_data, chain(model.parameters(), model.buffers())))
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """Give the class of each module that can be called, by its path: a ``ModuleList`` cannot."""
+    return {
+        path: type(module).__name__
+        for path, module in model.named_modules(remove_duplicate=False)
+        if getattr_static(type(module), "forward") is not nn.Module.forward  # what is scripted has it on objects alone
+    }

@@ -6,10 +6,9 @@ import os
 import re
 import sysconfig
 from dataclasses import dataclass
-from inspect import getattr_static
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 import cost_models
 import planner
@@ -79,15 +78,6 @@ def _source(node: fx.Node) -> str:
     found = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in found if not is_library(file)]
     return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
-
-
-def kinds_of(model: nn.Module) -> dict[str, str]:
-    """Give the class of each module that can be called, by its path: a ``ModuleList`` cannot."""
-    return {
-        path: type(module).__name__
-        for path, module in model.named_modules(remove_duplicate=False)
-        if getattr_static(type(module), "forward") is not nn.Module.forward  # what is scripted has it on objects alone
-    }
 
 
 def short_path(file: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 import cost_models
 from cost_models.auto import AutoCosts
@@ -14,7 +13,6 @@ from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
 from cost_models.roofline import RooflineCosts
-from planner.capture.fake_internals import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
@@ -22,7 +20,6 @@ from planner.findings.finding import Finding, collapsed
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, workspace
-from planner.measure.devices import device_here
 from planner.measure.fusion import fused_costs, written_by_inductor, yardstick_of
 from planner.measure.workspace import Tried
 
@@ -46,29 +43,32 @@ class Costing:
 
 
 def cost_step(
-    model: nn.Module,
     lowered: LoweredGraph,
     spec: DeviceSpec,
     target: Target,
     *,
+    here: torch.device | None,
+    is_fake: bool,
     inputs: tuple[tuple[int, ...], ...],
     time_limit_seconds: float,
     progress: Progress | None,
 ) -> Costing:
     """Find out what every operation costs on the device that the plan is for, by asking it where it is here.
 
-    ``inputs`` are the shapes of what the step is called with, and the limit is for measuring. A profile that was
-    recorded before makes the cost model ``"measured"``; ProfileMismatchError if it is of another step, device or
-    version. UsageError if there is no such cost model, or the device is not here to be measured. ``"auto"`` measures
-    for a moment if model and device are here, the costliest operations first.
+    ``here`` is that device if the model is on it, whose tensors may be fake. ``inputs`` are the shapes of what the step
+    is called with, and the limit is for measuring. A profile that was recorded before makes the cost model
+    ``"measured"``; ProfileMismatchError if it is of another step, device or version. UsageError if there is no such
+    cost model, or the device is not here to be measured. ``"auto"`` measures for a moment if model and device are here,
+    the costliest operations first.
     """
     graph, cost_model, profile = lowered.graph, target.cost_model, target.profile
-    here = device_here(model, spec)
     own = profile or cost_model == MeasuredCosts.name
     estimates = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
     written = written_by_inductor(lowered)
     yardstick = yardstick_of(lowered, written)
-    tried = workspace.measure(lowered, estimates, here, workspace.effort_for(model)) if here is not None else {}
+    tried = (
+        workspace.measure(lowered, estimates, here, workspace.effort_for(is_fake=is_fake)) if here is not None else {}
+    )
     seen = _workspace_bytes(lowered, spec, here, tried)
     costs = _with_workspace(estimates, seen)
     if profile is not None:
@@ -83,7 +83,7 @@ def cost_step(
         made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
         known = _without_loss(graph, filled(graph.operations, costs, made))
         costing = Costing(known, cost_model, made, tuple(_warnings(outcome)))
-    elif cost_model == AutoCosts.name and here is not None and not is_fake(model):
+    elif cost_model == AutoCosts.name and here is not None and not is_fake:
         costing = _measured_for_a_moment(_without_signatures(lowered, written - {yardstick}), costs, tried, here)
     else:
         costing = Costing(costs, RooflineCosts.name if cost_model == AutoCosts.name else cost_model)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 import cost_models
 from cost_models.devices import DeviceSpec, library_bytes, unknown_gpu
-from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import has_onednn
 from planner.measure import cuda_settings
 from planner.plans import device_file
@@ -64,12 +62,11 @@ def place(wanted: str | None) -> str:
     return "cuda" if wanted is None or _is_here(device_file.find(wanted), torch.device("cuda")) else "cpu"
 
 
-def device_here(model: nn.Module, spec: DeviceSpec) -> torch.device | None:
-    """Return the device that the model is on if it is the one that is planned for, so that it can be asked."""
-    where = of_model(model)
-    return where if _is_here(spec, where) else None
+def device_here(device: torch.device, spec: DeviceSpec) -> torch.device | None:
+    """Return the device that a model is on if it is the one that is planned for, so that it can be asked."""
+    return device if _is_here(spec, device) else None
 
 
-def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
-    """Return the figures of a named device, or of the one that the model is on."""
-    return find(name) if name else here(of_model(model))
+def device_spec(device: torch.device, name: str | None) -> DeviceSpec:
+    """Return the figures of a named device, or of the one that a model is on."""
+    return find(name) if name else here(device)

@@ -13,9 +13,10 @@ from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
-from planner.capture.fake_internals import fake_mode, is_fake
+from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
 from planner.capture.joint_capture import run_without_data
+from planner.capture.model_facts import is_fake, of_model
 from planner.capture.state_restore import put_back, written_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensorMode, call_implementation
@@ -68,7 +69,7 @@ class _Counted:
     ) -> None:
         followed = _followed(model, inputs, loss_fn, target)
         self.recorder, self.turn = followed.recorder, followed.turn
-        spec = device_spec(model, device)
+        spec = device_spec(of_model(model), device)
         aligned = partial(round_up, unit=spec.alignment_bytes)
         for storage in self.recorder.storages:
             storage.size_bytes = aligned(storage.size_bytes)
@@ -76,9 +77,13 @@ class _Counted:
         self.handed_over_bytes = sum(aligned(g.untyped_storage().nbytes()) for g in gradients if g is not None)
         self.held_bytes = sum(map(aligned, followed.held_bytes))
         self.outputs = tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True))
-        here = device_here(model, spec)
+        here = device_here(of_model(model), spec)
         nodes = [run.node for run in self.recorder.events]
-        tried = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [None] * len(nodes)
+        tried = (
+            workspace.of_calls(nodes, here, workspace.effort_for(is_fake=is_fake(model)))
+            if here
+            else [None] * len(nodes)
+        )
         self.timeline_bytes = _timeline(self.recorder, [size_bytes or 0 for size_bytes in tried])
 
     @property

@@ -6,7 +6,7 @@ but no data, and what it makes is counted. So the figures are those of the torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -57,9 +57,14 @@ _LATE_STEP = 1000.0
 
 
 def optimizer_memory(
-    model: nn.Module, name: str, *, alignment_bytes: int, device_kind: DeviceKind, master_weights: bool = False
+    parameters: Iterable[nn.Parameter],
+    name: str,
+    *,
+    alignment_bytes: int,
+    device_kind: DeviceKind,
+    master_weights: bool = False,
 ) -> OptimizerMemory:
-    """Find out what an optimizer of a model's trainable parameters needs; nothing of their size is allocated.
+    """Find out what an optimizer needs of a model's parameters that are trainable; nothing of their size is allocated.
 
     The optimizer is one of :data:`planner.common.options.OPTIMIZERS` with its default options: others can need more,
     :func:`memory_of_step` takes any optimizer. Raises UsageError if there is none of that name. Parameters that require
@@ -70,11 +75,11 @@ def optimizer_memory(
 
     Takes 0.3 to 2 s for 436 parameters, nothing that depends on how large they are.
 
-    >>> optimizer_memory(nn.Linear(10, 10), "adamw", alignment_bytes=512, device_kind="cuda")
+    >>> optimizer_memory(nn.Linear(10, 10).parameters(), "adamw", alignment_bytes=512, device_kind="cuda")
     OptimizerMemory(state_bytes=2048, master_bytes=0, step_bytes=1024)
     """
     check_optimizer(name)
-    trainable = [in_memory(p) for p in model.parameters() if p.requires_grad]
+    trainable = [in_memory(p) for p in parameters if p.requires_grad]
     if name == "none" or not trainable:
         return OptimizerMemory(state_bytes=0, master_bytes=0, step_bytes=0)
     copied = [p for p in trainable if master_weights and p.is_floating_point() and p.element_size() == 2]

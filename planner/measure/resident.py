@@ -41,7 +41,7 @@ def static_memory(
     alignment_bytes = spec.alignment_bytes
     resident = static_bytes(model, inputs, alignment_bytes=alignment_bytes)
     memory = optimizer_memory(
-        model,
+        model.parameters(),
         training.optimizer,
         alignment_bytes=alignment_bytes,
         device_kind=spec.kind,

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.profiler import record_function
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
 from planner.capture.dropout import kernel_of
-from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
@@ -49,9 +48,9 @@ TO_PLAN = TrialLimits(seconds=2.0, operation_bytes=256 << 20)
 """For a model on fake tensors, which may be far larger than this machine."""
 
 
-def effort_for(model: nn.Module) -> TrialLimits:
+def effort_for(*, is_fake: bool) -> TrialLimits:
     """Say what trying kernels may take: those of a model that is about to run here may take what it takes."""
-    return TO_PLAN if is_fake(model) else TO_RUN
+    return TO_PLAN if is_fake else TO_RUN
 
 
 _LABEL = "workspace of operation "

@@ -221,7 +221,7 @@ class Backend:
 
     def _made(self, call: _Call, room_bytes: int, loss: LossMemory | None, fraction: float) -> Made:
         options = replace(self.options, budget=Budget(activations=max(1, room_bytes)), loss=loss)
-        with log_progress(call.program.model) as done:
+        with log_progress(type(call.program.model).__name__) as done:
             made = call.program.planned(options)
             done(f"{call.program.name} of {self._count}", made.plan)
         noted = (*made.plan.warnings, self._note(call, fraction))

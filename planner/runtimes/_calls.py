@@ -277,7 +277,7 @@ class CallsInSituations(PlannedCalls):
         if situation not in self._decided:
             why = "a call unlike the earlier ones" if self._decided else "the first call"
             try:
-                with log_progress(self.model) as done:
+                with log_progress(type(self.model).__name__) as done:
                     self._decided[situation] = self.decide(inputs)
                     done(why, self._decided[situation][0])
             except NoBackwardError:

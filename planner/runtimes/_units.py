@@ -27,7 +27,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
-from planner.capture.model_facts import units_of
+from planner.capture.model_facts import of_model, units_of
 from planner.capture.parallel_events import found_by_autograd
 from planner.capture.planned_call import forwards
 from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
@@ -82,7 +82,7 @@ class Step:
 
 def lowering(model: nn.Module, options: Options) -> Lower:
     """Return what lowers the graph of a block."""
-    spec = device_spec(model, options.target.device)
+    spec = device_spec(of_model(model), options.target.device)
     context = StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu")
     return lambda joint, given: lower(joint, context, given)
 
@@ -90,7 +90,7 @@ def lowering(model: nn.Module, options: Options) -> Lower:
 def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: Inputs, options: Options) -> Step:
     """Follow a step around its captured units, and lower it with those whose backward runs."""
     model = followed.model
-    spec = device_spec(model, options.target.device)
+    spec = device_spec(of_model(model), options.target.device)
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
     around = static_memory_of(model, everything, spec, options)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.

@@ -143,7 +143,7 @@ class GraphRuntime(PlannedCalls):
         symbolic = varying_sizes if self._may_vary else []
         graphs = self._graphs
         changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
-        shown = log_progress(self.model, "captured")
+        shown = log_progress(type(self.model).__name__, "captured")
         with shown as done, without_dynamic_marks(marked(inputs)), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
             self._calls_seen.ran(inputs)

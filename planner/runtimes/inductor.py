@@ -20,7 +20,7 @@ from planner.capture.inductor_internals import Draft, compile_with_inductor, dra
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
-from planner.capture.model_facts import of_model
+from planner.capture.model_facts import is_fake, of_model
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
 from planner.ir.static_memory import LossMemory
@@ -108,7 +108,7 @@ class InductorRuntime(GraphRuntime):
     def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
         forward, backward = drafts
         loss = self.options.loss or LossMemory()
-        effort = effort_for(self.model)
+        effort = effort_for(is_fake=is_fake(self.model))
         peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.single_costs, loss, effort)
         return step.lowered.graph.total_static_bytes + peak_bytes
 

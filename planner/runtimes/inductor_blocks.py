@@ -22,6 +22,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped
 from planner.capture.lowering import LoweredGraph
+from planner.capture.model_facts import is_fake
 from planner.capture.torch_internals import PartitionFunction
 from planner.common.options import Budget
 from planner.ir.graph import OperationCost
@@ -85,7 +86,9 @@ class CompiledUnit(PlannedUnit):
     def _compiled(self, partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> Any:
         drafts = draft_with_inductor(partition, graph_module, inputs)
         lowered, given = self._captured
-        code = with_code(lowered, given, drafts, [_FREE] * len(lowered.graph.operations), effort_for(self._block))
+        code = with_code(
+            lowered, given, drafts, [_FREE] * len(lowered.graph.operations), effort_for(is_fake=is_fake(self._block))
+        )
         self.hold(bytes_alone(code.graph, Schedule.keep_all(code.graph)))
         run = compile_with_inductor(partition, graph_module, inputs, drafts)
         del self._captured  # it has what the block was called with
@@ -137,7 +140,7 @@ class _Code:
             raise Stopped(draft_with_inductor(partition, graph_module, inputs))
 
         drafts: list[Draft] = followed.compiled(block, partition, lambda p: partial(drafted, p))
-        return with_code(*parted[-1], drafts, costs, effort_for(self._model))
+        return with_code(*parted[-1], drafts, costs, effort_for(is_fake=is_fake(self._model)))
 
 
 class _InductorBlocks(Compiles, Regional):

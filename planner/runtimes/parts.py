@@ -21,8 +21,8 @@ from torch import nn
 from planner.capture.blocks.regions import Block, SeenCall
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_failures, explain_forward, in_one_line, raised_at
-from planner.capture.fake_internals import is_fake
 from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.model_facts import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.planned_call import forwards
 from planner.capture.state_restore import RandomStates, random_states_kept, seed_all

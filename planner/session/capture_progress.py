@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
-
 from planner.plans.plan import Plan
 from planner.report.progress import shown
 from planner.report.verdict import verdict
@@ -21,7 +19,7 @@ one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def log_progress(model: nn.Module, what: str = "planned") -> Iterator[Callable[[str, Plan | None], None]]:
+def log_progress(name: str, what: str = "planned") -> Iterator[Callable[[str, Plan | None], None]]:
     """Show how the work of the block stands; it calls what it is given with why it was needed, and what came of it.
 
     Another thread that comes here waits until the block ends.
@@ -30,7 +28,7 @@ def log_progress(model: nn.Module, what: str = "planned") -> Iterator[Callable[[
 
     def done(why: str, plan: Plan | None) -> None:
         came = "nothing to plan" if plan is None else verdict(plan)
-        _log.info("%s %s in %.1f s (%s): %s", what, type(model).__name__, time.perf_counter() - begun, why, came)
+        _log.info("%s %s in %.1f s (%s): %s", what, name, time.perf_counter() - begun, why, came)
 
     with one_at_a_time, shown():
         yield done

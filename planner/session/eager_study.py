@@ -17,10 +17,9 @@ from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
 from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
 from planner.capture.lowering import LoweredGraph
-from planner.capture.model_facts import has_several_ranks, units_of
+from planner.capture.model_facts import has_several_ranks, kinds_of, of_model, units_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import found_by_autograd
-from planner.capture.provenance import kinds_of
 from planner.capture.sharding import resident
 from planner.common import timings
 from planner.common.options import Runtime, Training
@@ -196,7 +195,7 @@ class _Recorded:
         self.has_kernels_of_here = self.trace.is_real and elsewhere is not None
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
-        self.spec = device_spec(model, options.target.device)
+        self.spec = device_spec(of_model(model), options.target.device)
         self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
         if self.around.gradient_shards > 1 and (units := units_of(model)):
             sizes = {unit.path: unit.unit for unit in units}

@@ -31,10 +31,9 @@ from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower, runs_after
-from planner.capture.model_facts import module_facts, of_model, outside_bytes, units_of
+from planner.capture.model_facts import is_fake, kinds_of, module_facts, of_model, outside_bytes, units_of
 from planner.capture.parallel_events import Gradients
 from planner.capture.programs import DeferredBackward
-from planner.capture.provenance import kinds_of
 from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
@@ -66,7 +65,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
-from planner.measure.devices import device_spec
+from planner.measure.devices import device_here, device_spec
 from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
@@ -201,7 +200,7 @@ class PlannedStep:
 @timings.stage("lowering")
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
-    spec = device_spec(model, options.target.device)
+    spec = device_spec(of_model(model), options.target.device)
 
     def blocks() -> Collection[str]:
         plain = lower(joint, StepContext(alignment_bytes=spec.alignment_bytes, kinds=kinds_of(model)))
@@ -265,7 +264,7 @@ def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
 
 def elsewhere_for(model: nn.Module, options: Options) -> TargetDevice | None:
     """Return the GPU that a step is captured for, where that is not here to choose its kernels itself."""
-    spec = device_spec(model, options.target.device)
+    spec = device_spec(of_model(model), options.target.device)
     return TargetDevice(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
 
 
@@ -415,10 +414,11 @@ def cost(
         options = options.without_measuring()
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
-            model,
             lowered,
             spec,
             options.target,
+            here=device_here(of_model(model), spec),
+            is_fake=is_fake(model),
             inputs=tuple(tuple(tensor.shape) for tensor in called_with(model, lowered.joint)),
             time_limit_seconds=time_limit_seconds,
             progress=options.search.progress,

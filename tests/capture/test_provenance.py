@@ -16,7 +16,7 @@ from torch import nn
 import planner
 from planner import zoo
 from planner.capture import fake_mode
-from planner.capture.provenance import kinds_of
+from planner.capture.model_facts import kinds_of
 from planner.errors import CaptureError
 
 CODE = """\

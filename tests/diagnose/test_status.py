@@ -123,7 +123,7 @@ def test_work_that_takes_long_is_told_in_lines(
     monkeypatch.setattr(progress, "QUICK_SECONDS", 0.01)
     with progress.shown(as_lines=True) as outer:
         time.sleep(0.05)
-        with log_progress(Loss()):  # part of what is shown already
+        with log_progress(Loss.__name__):  # part of what is shown already
             progress.tell("capturing")
         outer.count(3, 20)
     progress.tell("after the end")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from planner.capture import fake_mode
 from planner.capture.memory import measure_peak, record
 from planner.common.options import OPTIMIZERS
 from planner.errors import UsageError
-from planner.measure.optimizers import OptimizerMemory, memory_of_step, optimizer_memory
+from planner.measure import optimizers
+from planner.measure.optimizers import OptimizerMemory, memory_of_step
 from tests.tiers import tiered
 
 REAL = {
@@ -34,6 +36,10 @@ NOTHING = OptimizerMemory(state_bytes=0, master_bytes=0, step_bytes=0)
 STEPS_BETWEEN = 8  # RAdam does all that it does from its sixth step on
 
 MODULES_WITH_A_DEFAULT = ("sgd", "adam", "nadam", "radam", "adagrad", "rmsprop", "_adafactor")
+
+
+def optimizer_memory(model: nn.Module, name: str, **of_what: Any) -> OptimizerMemory:
+    return optimizers.optimizer_memory(model.parameters(), name, **of_what)
 
 
 def small_model(kind: str) -> nn.Module:

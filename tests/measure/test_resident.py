@@ -153,7 +153,7 @@ class Wide(nn.Module):
 def test_the_optimizers_step_can_be_the_larger_peak() -> None:
     model, x = Wide(), torch.randn(64, 512)
     free = planner.plan(model, x, budget="1GiB", training="adamw", target="a100-80")
-    memory = optimizer_memory(model, "adamw", alignment_bytes=512, device_kind="cuda")
+    memory = optimizer_memory(model.parameters(), "adamw", alignment_bytes=512, device_kind="cuda")
     parameters = free.static_bytes["parameters"]
     assert free.optimizer_step_bytes == memory.step_bytes == parameters
     # Parameters, gradients, two moments and one temporary for each; inputs, cuBLAS, and the loss that is still there.

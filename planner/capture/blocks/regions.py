@@ -25,9 +25,9 @@ from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
 from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
+from planner.capture.model_facts import kinds_of
 from planner.capture.parallel_events import Gradients, UnitCalls
 from planner.capture.planned_call import forwards, parts_as_written
-from planner.capture.provenance import kinds_of
 from planner.capture.state_restore import RandomStates, put_back, written_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.target_device import TargetDevice, calls_of

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
-from planner.capture.fake_internals import is_fake, is_without_data, mode_of, without_logs_of_errors
+from planner.capture.fake_internals import is_without_data, mode_of, without_logs_of_errors
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of
-from planner.capture.model_facts import has_distributed_tensors, units_of
+from planner.capture.model_facts import has_distributed_tensors, is_fake, units_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import Gradients, UnitCalls
 from planner.capture.planned_call import calling, forwards, parts_run_as_they_are

@@ -169,7 +169,7 @@ class _Rank:
     ) -> None:
         self.rank, self.target, self.options, self.return_outputs = rank, target, options, return_outputs
         self.ranks = shards_of(rank.stages[0].submod)
-        self.spec = device_spec(rank.stages[0].submod, options.target.device)
+        self.spec = device_spec(of_model(rank.stages[0].submod), options.target.device)
         self.unit = next((unit.unit for stage in rank.stages for unit in units_of(stage.submod)), None)
         """What a sharded stage gathers for all micro-batches."""
         self.order = rank.order if options.deferred is not None else rank.whole_order

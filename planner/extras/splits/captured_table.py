@@ -219,7 +219,7 @@ class _Tabulation:
         """Return what a layer that reads parameters of these storages has of the model, and what training holds."""
         part = part_of(self.model, storages)
         memory = optimizer_memory(
-            part,
+            part.parameters(),
             self.training.optimizer,
             alignment_bytes=1,
             device_kind=self.whole.step.spec.kind,
