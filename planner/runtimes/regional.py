@@ -47,12 +47,11 @@ from planner.runtimes._units import (
     lower_around,
     lowering,
 )
+from planner.session.fingerprint import are_no_larger, described
 from planner.session.rank_consensus import plan_together
 from planner.session.step import (
     LoweredStep,
     Options,
-    are_no_larger,
-    described,
     elsewhere_for,
 )
 

@@ -37,7 +37,7 @@ from planner.session.step import (
     context_of,
     cost,
     elsewhere_for,
-    fingerprint,
+    fingerprint_of_graph,
     origin_of,
     plan_study,
     problems_of,
@@ -255,7 +255,7 @@ class _Recorded:
         return origin_of(
             costing,
             self.spec,
-            fingerprint=fingerprint(model, lowered, self.spec.name),
+            fingerprint=fingerprint_of_graph(model, lowered, self.spec),
             capture_seconds=time.perf_counter() - self.begun,
             runtime=options.runtime.name,
             warnings=(

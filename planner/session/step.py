@@ -6,10 +6,8 @@ through here, so both see the same graph.
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -56,7 +54,6 @@ from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
-from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
@@ -70,6 +67,7 @@ from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
+from planner.session.fingerprint import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,39 +423,6 @@ def cost(
         )
 
 
-def called_with(model: nn.Module, joint: JointGraph) -> list[torch.Tensor]:
-    """Return what a step is called with, parameters and buffers left out."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return [tensor for tensor in joint.inputs if id(tensor) not in own]
-
-
-_DESCRIBED = re.compile(r"\(([\d, ]*)\) (\w+)")
-
-
-def described(tensors: Iterable[torch.Tensor]) -> str:
-    """Return sizes and types, as fingerprints have them."""
-    return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-
-
-def are_no_larger(inputs: str, planned: str) -> bool:
-    """Whether inputs, as :func:`described`, are in no dimension larger than those that a plan is for.
-
-    >>> are_no_larger("(8, 64) float32", "(32, 64) float32"), are_no_larger("(8, 65) float32", "(32, 64) float32")
-    (True, False)
-    """
-    ours, theirs = (_DESCRIBED.findall(text) for text in (inputs, planned))
-    if [(len(_sizes(sizes)), dtype) for sizes, dtype in ours] != [
-        (len(_sizes(sizes)), dtype) for sizes, dtype in theirs
-    ]:
-        return False
-    pairs = zip(ours, theirs, strict=True)
-    return all(a <= b for (mine, _), (those, _) in pairs for a, b in zip(_sizes(mine), _sizes(those), strict=True))
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",") if size.strip()]
-
-
 def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> Plan | None:
     """Carry a plan over to a step that has been costed; see :func:`planner.plans.reuse.take_over`."""
     host = study.host_for(options.offload)
@@ -476,24 +441,15 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
     """Say what a plan for a lowered step is made for."""
     shards = step.static_memory.gradient_shards
     spread: dict[str, str | int] = {SHARDS: shards} if shards > 1 else {}
-    return {**fingerprint(model, step.lowered, step.spec.name), **spread, **step.facts}
+    return {**fingerprint_of_graph(model, step.lowered, step.spec), **spread, **step.facts}
 
 
-def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[str, str | int]:
-    """Say what a plan is made for, so that it is not applied to something else."""
-    graph, joint = lowered.graph, lowered.joint
-    digest = hashlib.sha256()
-    operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
-    for operation in operations:
-        sizes = [graph.values[v].size_bytes for v in operation.outputs]
-        digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
-    return {
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "inputs": described(called_with(model, joint)),
-        "device": device,
-        "torch": torch.__version__,
-        "assumes": ", ".join((*joint.assumes, *joint.branches)),
-        "operations": len(operations),
-        "graph": digest.hexdigest()[:16],
-    }
+def fingerprint_of_graph(model: nn.Module, lowered: LoweredGraph, spec: DeviceSpec) -> dict[str, str | int]:
+    """Say what a plan for a lowered graph is made for."""
+    return fingerprint(type(model), model.parameters(), called_with(model, lowered.joint), lowered, spec.name)
+
+
+def called_with(model: nn.Module, joint: JointGraph) -> list[torch.Tensor]:
+    """Return what a step is called with, parameters and buffers left out."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [tensor for tensor in joint.inputs if id(tensor) not in own]

@@ -1,0 +1,60 @@
+"""What a plan is made for: model, inputs, device and graph, in the words of plan files."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import torch
+
+from planner.capture.lowering import LoweredGraph
+from planner.ir.checkpoints import NOT_OF_THE_STEP
+
+_DESCRIBED = re.compile(r"\(([\d, ]*)\) (\w+)")
+
+
+def described(tensors: Iterable[torch.Tensor]) -> str:
+    """Return sizes and types, as fingerprints have them."""
+    return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+
+
+def are_no_larger(inputs: str, planned: str) -> bool:
+    """Whether inputs, as :func:`described`, are in no dimension larger than those that a plan is for.
+
+    >>> are_no_larger("(8, 64) float32", "(32, 64) float32"), are_no_larger("(8, 65) float32", "(32, 64) float32")
+    (True, False)
+    """
+    ours, theirs = (_DESCRIBED.findall(text) for text in (inputs, planned))
+    if [(len(_sizes(sizes)), dtype) for sizes, dtype in ours] != [
+        (len(_sizes(sizes)), dtype) for sizes, dtype in theirs
+    ]:
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(a <= b for (mine, _), (those, _) in pairs for a, b in zip(_sizes(mine), _sizes(those), strict=True))
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size.strip()]
+
+
+def fingerprint(
+    model: type, parameters: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], lowered: LoweredGraph, device: str
+) -> dict[str, str | int]:
+    """Say what a plan is made for, so that it is not applied to something else: a step of a model of such a class."""
+    graph, joint = lowered.graph, lowered.joint
+    digest = hashlib.sha256()
+    operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
+    for operation in operations:
+        sizes = [graph.values[v].size_bytes for v in operation.outputs]
+        digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
+    return {
+        "model": f"{model.__module__}.{model.__qualname__}",
+        "parameters": sum(p.numel() for p in parameters),
+        "inputs": described(inputs),
+        "device": device,
+        "torch": torch.__version__,
+        "assumes": ", ".join((*joint.assumes, *joint.branches)),
+        "operations": len(operations),
+        "graph": digest.hexdigest()[:16],
+    }
