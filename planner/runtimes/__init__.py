@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.session.step import Options
 
 Prepare = Callable[["Inputs"], "Options"]
-"""Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them."""
+"""Completes the options for new input sizes: what a loss outside the model needs depends on them."""
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class PlannedModel(Protocol):
         ...
 
     def stop(self) -> None:
-        """Undo what was done to the model's parts; its own call is put back by whoever replaced it."""
+        """Restore the model's submodules; the caller restores the model's own call."""
         ...
 
 
@@ -47,7 +47,7 @@ class RuntimePlugin(Protocol):
     """What a runtime module's ``RUNTIME`` offers."""
 
     name: str
-    """What people type."""
+    """The name that users pass as ``runtime=``."""
     summary: str
     """One line on what it does."""
     tolerance: float
@@ -58,12 +58,13 @@ class RuntimePlugin(Protocol):
     runs_sharded: bool
     """Whether it runs a model whose parameters are sharded already."""
     runs_compiled_parts: bool
-    """Whether it compiles, or runs what a part's own ``compile()`` made: the others run graphs in place of that."""
+    """Whether code made by a submodule's own ``compile()`` runs; other runtimes replace it by planned graphs."""
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        """Plan one step, and run nothing; see :func:`planner.session.step_planning.plan_step` for the last two."""
+        """Plan one step without running it; for ``reuse`` and ``must_match`` see
+        :func:`planner.session.step_planning.plan_step`."""
         ...
 
     def start(
@@ -75,9 +76,9 @@ class RuntimePlugin(Protocol):
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> PlannedModel:
-        """Return what is to run in place of the model's call; ``plan`` holds decisions to carry out.
+        """Return what runs in place of the model's call, under ``plan`` if one is given.
 
-        Unless ``replan``, a plan that does not match is refused, and not replaced.
+        Without ``replan`` a plan that does not match the model raises PlanMismatchError instead of being replaced.
         """
         ...
 
@@ -88,7 +89,7 @@ def names() -> list[str]:
 
 
 def check(name: str) -> None:
-    """Refuse a name that no runtime has, by a UsageError with near ones; needs no torch."""
+    """Raise UsageError with similar names if no runtime has this name; needs no torch."""
     if name not in names():
         raise unknown("runtime", name, names())
 

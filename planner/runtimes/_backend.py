@@ -1,9 +1,9 @@
 """A backend for ``torch.compile`` whose graphs share one budget.
 
-What Dynamo cuts a program into is known only when it has run. So a graph runs for the first time under the lowest plan
-that is known for it, by eager kernels. At the first call after that with nothing held for a backward, every graph gets
-its share (:mod:`planner.plans.budget_split`), is planned for it, and compiled. Graphs are told apart by what was held
-when they were called: the same one may have several plans.
+Which graphs Dynamo makes of a program is known only after one step. So each graph first runs with eager kernels under
+its lowest known plan. At the next call with no saved activations waiting, every graph gets its share of the budget
+(:mod:`planner.plans.budget_split`), is planned for it, and compiled. One graph may have several plans, keyed by the
+calls whose saved activations were live when it was called.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from planner.session.capture_progress import log_progress
 from planner.session.step import Options
 
 RUNTIMES = ("inductor", "graph")
-"""Runtimes of whole graphs, which a backend can be of."""
+"""Runtimes that a backend can use."""
 
 _MOST_CALLS = 512
-"""More than a step holds at the same time, unless it holds on to what it should let go."""
+"""More calls than a step has open at once; beyond it, the loop leaks graphs."""
 
 
 class Backend:
-    """What ``torch.compile`` takes for its backend; :func:`planner.backend` makes it."""
+    """A ``torch.compile`` backend; made by :func:`planner.backend`."""
 
     def __init__(self, options: Options) -> None:
         assert options.budget.size is not None
@@ -57,7 +57,7 @@ class Backend:
         """Forget all graphs, as ``torch.compiler.reset()`` does."""
         self._models: list[nn.Module] = []
         self._loose = nn.Module()
-        """Holds parameters of programs that no module is called around."""
+        """Holds parameters of programs that belong to no module."""
         self._first: dict[Any, _Call] = {}
         self._held: list[_Held] = []
         self._is_new = False
@@ -93,7 +93,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Take what Dynamo captured. Errors of ours come out of the first call: Dynamo would wrap them in its own."""
+        """Accept a graph that Dynamo captured. Our errors are raised by its first call: Dynamo would wrap them here."""
         try:
             settings = self._settings(mode, options)
         except PlannerError as error:
@@ -133,7 +133,7 @@ class Backend:
         return outputs
 
     def model_for(self, given: Sequence[Any]) -> nn.Module:
-        """Return the module whose tensors a program is given; one of ours, where no module is called around it."""
+        """Return the module whose tensors a program is given, or a placeholder module if there is none."""
         model = model_of(given)
         if model is None:
             model = self._loose
@@ -145,7 +145,7 @@ class Backend:
         return model
 
     def _new_call(self, program: Program, given: Sequence[Any]) -> _Call:
-        """Return a call of a program where it has not been called before, under the lowest plan that is known."""
+        """Return a first call of a program at this point of the step, under its lowest known plan."""
         calls = self._calls()
         if len(calls) >= _MOST_CALLS:
             raise RuntimeUnsupportedError(
@@ -173,7 +173,7 @@ class Backend:
         return call
 
     def _hold(self, call: _Call, given: Sequence[Any], outputs: Any) -> None:
-        """Note what is held from now on until the backward of a call begins, or nobody can run it any more."""
+        """Count a call's saved activations as live until its backward begins or its graph is freed."""
         node = planned_node([x for x in outputs if isinstance(x, torch.Tensor)])
         if node is None:
             return
@@ -185,11 +185,11 @@ class Backend:
         weakref.finalize(node, release)
 
     def release(self, held: _Held) -> None:
-        """Note that a call's memory is no longer held."""
+        """Stop counting a call's saved activations."""
         self._held = [one for one in self._held if one is not held]
 
     def _plan_all(self) -> None:
-        """Give every call its share, and plan those for which that is another than before."""
+        """Split the budget over all calls, and plan those whose share changed."""
         needed_bytes = least_bytes(self._first.values())
         free_bytes = self._budget_bytes - _resident_bytes(self._calls())
         if needed_bytes > free_bytes:
@@ -201,7 +201,7 @@ class Backend:
         self._is_new = False
 
     def _plan(self, call: _Call, free_bytes: int, fraction: float) -> None:
-        """Plan what comes after a call, and then the call: it is told what the others take."""
+        """Plan the calls after this one first: what they take is part of this call's problem."""
         after: list[Any] = list(call.after.values())
         for later in after:
             self._plan(later, free_bytes - call.kept_bytes(fraction), fraction)
@@ -254,7 +254,7 @@ def _refuse(error: PlannerError, *_given: Any) -> Any:
 
 
 def _resident_bytes(calls: Iterable[_Call]) -> int:
-    """Return what is resident around all calls: of each model as much as any of its programs knows of."""
+    """Return the resident bytes around all calls: for each model the most that any of its programs knows of."""
     resident: dict[nn.Module, int] = {}
     for call in calls:
         known = resident.get(call.program.model, 0)
@@ -289,7 +289,7 @@ class _Graph:
         return numbers_among(self.graph_module)
 
     def _sizes(self, given: Sequence[Any]) -> Any:
-        """Return all that code depends on and Dynamo's guards let vary."""
+        """Return the sizes and numbers that code depends on and Dynamo's guards let vary."""
         sizes = [x.shape if isinstance(x, torch.Tensor) else x for x in given]
         return (*sizes, *(given[at].item() for at in self._numbers))
 
@@ -324,15 +324,15 @@ class _Call(Call):
     program: Program
     run: Callable[..., Any]
     now_bytes: int
-    """What it holds for its backward by the code that runs now, with what it is given."""
+    """Bytes held for its backward by the code that runs now, inputs included."""
     made: Made | None = None
     asked: Any = None
     """What it was planned for."""
     demand_bytes: int = 0
-    """What it and all that comes after it take at most."""
+    """Peak of this call and all calls after it."""
 
     def use(self, made: Made) -> None:
-        """Run what was made from now on."""
+        """Run this plan's code from now on."""
         self.made, self.run, self.now_bytes = made, made.run, self.own_bytes + made.needs.kept_bytes
 
 
@@ -342,4 +342,4 @@ class _Held:
 
     call: _Call
     storages: list[StorageWeakRef]
-    """What it was given and gave."""
+    """Storages of its inputs and outputs."""

@@ -34,7 +34,7 @@ from planner.session.step import Options
 
 
 class HeldGradients:
-    """The gradients that the calls of one wrapped model begin with."""
+    """Watches for gradients of earlier backwards that a plan has no room for."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._name = type(model).__name__
@@ -43,11 +43,11 @@ class HeldGradients:
         self._is_counted = adds_up or options.budget.size is None
         self._is_said = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
-        """Those of the last plan: to look for them in every step takes as long as a dozen small operations."""
+        """Parameters under the last plan, cached: collecting them takes as long as a dozen small operations."""
         self._plan: Plan | None = None
 
     def bytes_of(self, model: nn.Module, plan: Plan | None) -> int:
-        """Return what the gradients of earlier backwards take, where nobody counts them, under the plan in force."""
+        """Return the bytes of existing gradients that the plan in force does not count."""
         if self._is_counted or self._is_said:
             return 0
         if plan is None or plan is not self._plan:
@@ -58,7 +58,7 @@ class HeldGradients:
         return sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
 
     def check(self, held_bytes: int, plan: Plan | None) -> None:
-        """Warn, once, if a plan breaks its budget beside so much."""
+        """Warn once if the plan's peak and these gradients together exceed the budget."""
         if plan is None or not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
             return
         if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
@@ -74,7 +74,7 @@ class HeldGradients:
 
 
 class _Open:
-    """A call whose backward has not begun: hooks on its graph hold this, so it lives as long as the graph does."""
+    """A call that awaits its backward; hooks on its autograd graph keep this alive as long as the graph is."""
 
     def __init__(self, calls: OpenCalls) -> None:
         self.of = weakref.ref(calls)
@@ -90,7 +90,7 @@ _one_at_a_time = threading.Lock()
 
 
 class OpenCalls:
-    """The calls of one wrapped model, each of which should be over before the next one begins."""
+    """Warns where calls of wrapped models overlap: each plan assumes that it runs alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
@@ -99,7 +99,7 @@ class OpenCalls:
         self._said_of_others = False
 
     def check(self) -> None:
-        """Warn, once, if the last call still waits for its backward, and once if one of another model does."""
+        """Warn once if the last call still awaits its backward, and once if a call of another wrapped model does."""
         last = self._last() if self._last is not None else None
         if last is not None and not last.has_begun and not self._is_said:
             self._is_said = True
@@ -140,9 +140,9 @@ _WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode 
 
 
 def weakly(method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Return a call that does not keep the method's object alive: torch's caches hold what was compiled, and so it.
+    """Return a function that calls a method without keeping its object alive, and gives None once the object is gone.
 
-    Where the object is gone, the call gives None.
+    torch's caches hold compiled code, and so whatever that code refers to.
     """
     reference = WeakMethod(method)
 
@@ -154,7 +154,7 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 
 
 class PlannedCalls(ABC):
-    """The calls of one wrapped model: the plan in force, and what was asked of it, from one input size to the next."""
+    """The calls of one wrapped model: its options and the plan in force, across input sizes."""
 
     needs_graphs: ClassVar[bool] = True
     """Whether the plan runs in captured graphs."""
@@ -170,7 +170,7 @@ class PlannedCalls(ABC):
     ) -> None:
         self.model, self.options, self.plan, self.prepare = model, options, plan, prepare
         self.is_confirmed = False
-        """Whether the model was seen to be what the first plan is for."""
+        """Whether a step matched the plan that was given."""
         self._must_match = plan is not None and not replan
         self._open = OpenCalls(model)
         settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
@@ -211,12 +211,12 @@ class PlannedCalls(ABC):
         """Do nothing: between calls the model's parts are as they were."""
 
     def complete_options(self, inputs: Inputs) -> None:
-        """Complete the options for these inputs; what a percentage came to before still holds."""
+        """Complete the options for these inputs; a percentage keeps the bytes that it came to before."""
         if self.prepare is not None:
             self.options = replace(self.prepare(inputs), budget=self.options.budget)
 
     def options_for_call(self) -> Options:
-        """Return the options for the call that begins, with what is seen of how its gradients come and go."""
+        """Return the options for this call, with the model's existing gradients, ranks and DDP buckets."""
         options, ddp = self.options, ddp_around(self.model)
         training, gradients = options.training, options.gradients
         if finds_gradients(self.model):
@@ -234,23 +234,23 @@ class PlannedCalls(ABC):
         return replace(options, training=training, gradients=gradients, plan_collectively=is_first)
 
     def put_in_force(self, plan: Plan) -> None:
-        """Let a new plan be the one in force: a percentage is then of its step at least."""
+        """Put a plan in force; a percentage of the budget never falls below that of this step."""
         self.plan = plan
         self.options = self.options.after(plan)
 
 
 Decided = tuple[Plan, Callable[[], AbstractContextManager[Any]]]
-"""A plan for some calls, and what replaces parts of the model for as long as a forward lasts."""
+"""A plan, and a context that installs it in the model's submodules for one forward."""
 
 
 class CallsInSituations(PlannedCalls):
-    """Calls of the model itself, with parts of it replaced: decided anew where a call differs in more than data."""
+    """Calls of the model's own code with submodules replaced; planned again if a call differs in more than data."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._decided: dict[Any, Decided] = {}
         self._without_backward: set[Any] = set()
-        """Situations in which nothing requires gradients, as where everything is frozen."""
+        """Situations in which no output requires gradients, as where everything is frozen."""
         self._is_said = False
         """Whether it was said that data decide what runs."""
 
@@ -294,7 +294,7 @@ class CallsInSituations(PlannedCalls):
             return call_implementation(self.model)(*args, **kwargs)
 
     def _run_plainly(self, inputs: Inputs, situation: Any) -> Any:
-        """Run the model as it is, since nothing of it trains: should something do so after all, the next is planned."""
+        """Run the model unplanned, since nothing in it trains; if an output requires gradients, plan the next call."""
         result = call_implementation(self.model)(*inputs.args, **inputs.kwargs)
         if differentiable_in(result):
             self._without_backward.discard(situation)
@@ -304,9 +304,9 @@ class CallsInSituations(PlannedCalls):
 
 
 def situation_of(model: nn.Module, inputs: Inputs) -> Any:
-    """Return all that a step's plan depends on, as far as it can change between calls: two are equal or not.
+    """Return a key of everything that a plan depends on and calls may change: sizes, types, flags, autocast, mode.
 
-    It is asked in every step, so it is quick to find.
+    It is computed in every step, so it must be cheap.
     """
     leaves = leaves_of((inputs.args, inputs.kwargs))
     described = tuple(
@@ -321,7 +321,7 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:
-    """Warn of a sharding that a plan does not count on, which is for ``blocks`` as units, and of hooks of DDP's."""
+    """Warn of sharding or DDP hooks that a plan with ``blocks`` as units does not count on."""
     if found := unplanned_sharding(model, blocks, ranks):
         warnings.warn(
             f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, without "
@@ -334,7 +334,7 @@ def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | No
 
 
 class RuntimeOfCalls:
-    """A runtime whose calls are those of one class, and whose numbers and peaks are exact."""
+    """A runtime with one class of calls; bits and peaks are exact unless a subclass says otherwise."""
 
     calls: ClassVar[Any]
     tolerance = 0.0

@@ -1,8 +1,8 @@
 """Search for a plan whose compiled code keeps the budget: Inductor's code has another peak than its graph.
 
-A plan is made for a limit of the graph's peak, and its code is drafted. Where the code holds too much the graph is
-planned anew for less, and where it leaves much of the budget, for more. Of those that fit, the one that recomputes
-least is taken.
+The graph is planned for a limit, and Inductor drafts its code. If the code's peak exceeds the budget, the limit is
+lowered; if it leaves much of the budget unused, the limit is raised. Of the plans that fit, the one with the least
+recompute is taken.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from planner.session.step import Options, PlannedStep
 CodeT = TypeVar("CodeT")
 
 ATTEMPTS = 6
-"""How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""
+"""How many limits are tried in all; nearly every graph whose code exceeds the budget once fits by then."""
 
 IMPROVEMENTS = 3
-"""How often a plan that fits, and leaves more than :data:`UNUSED` of the budget, is made anew for more."""
+"""How often the limit is raised after a plan fits and leaves more than :data:`UNUSED` of the budget."""
 
 MOST_FUSED = 2
-"""A graph that needs more times its budget than this is refused, and not drafted: code never held so much less."""
+"""A graph that needs this many times its budget is refused without a draft: fusion never saved so much."""
 
 UNUSED = 0.03
-"""What share of the budget may be left where something is recomputed."""
+"""Share of the budget that a plan with recompute may leave unused."""
 
 
 @dataclass(frozen=True)
 class Attempt(Generic[CodeT]):
-    """A planned step, its code, and what that holds with all that is resident."""
+    """A planned step, its drafted code, and the code's peak with resident memory."""
 
     step: PlannedStep
     code: CodeT
@@ -46,43 +46,43 @@ class Attempt(Generic[CodeT]):
 
 @dataclass(frozen=True)
 class Limit:
-    """What the peak of a graph is to keep, for its code to keep the budget."""
+    """A limit of the graph's peak under which its code may keep the budget."""
 
     graph_bytes: int
     budget_bytes: int
 
 
 class DraftedBeforeError(Exception):
-    """What is to be planned next was drafted, or has no plan: the best that is known is taken."""
+    """The next attempt was drafted before, or has no plan: the best known one is taken."""
 
 
 class CodeSearch(Generic[CodeT]):
-    """Looks for the limit of a graph's peak at which the peak of its code comes close to the budget.
+    """Search for the limit of a graph's peak at which its code's peak comes close to the budget.
 
-    Each attempt is planned by :meth:`plan`; whoever drafts its code tells :meth:`is_enough` what that holds. With
-    ``must_match`` the plan was given, so there is one attempt.
+    :meth:`plan` plans each attempt; the caller drafts its code and reports the code's peak to :meth:`is_enough`. With
+    ``must_match`` a given plan is the only attempt.
     """
 
     def __init__(self, tell: Callable[[str], None] = lambda line: None, *, must_match: bool = False) -> None:
         self.limit: Limit | None = None
-        """What the next attempt is planned for; None for what was asked."""
+        """Limit of the next attempt; None for the budget as asked."""
         self.best: Attempt[CodeT] | None = None
-        """What fits and recomputes least."""
+        """The fitting attempt with the least recompute."""
         self._tell, self._must_match = tell, must_match
         self._fitting: list[tuple[int, int]] = []
-        """Of graphs whose code fits, by their peaks: that, and what their code holds."""
+        """Peaks of graph and code, of attempts that fit, sorted."""
         self._breaking: list[tuple[int, int]] = []
-        """Of graphs whose code does not."""
+        """The same of attempts that do not."""
         self._tried: list[Schedule] = []
-        """What was drafted."""
+        """Schedules that were drafted."""
         self._refused: NoPlanFitsError | None = None
         self._budget_bytes = self._attempts = self._better = 0
 
     def plan(self, plan: Callable[..., PlannedStep], options: Options, reuse: Plan | None) -> PlannedStep:
-        """Plan the next attempt: ``plan`` takes options, and a plan to start from or to carry out.
+        """Plan the next attempt; ``plan`` is called with options and a plan to reuse.
 
-        Where a graph has no plan for a limit, the code of its lowest may hold less, and is drafted once. Raises
-        DraftedBeforeError if that was drafted, or another plan is known, and InfeasibleBudgetError if there is none.
+        If no plan keeps the limit, the graph's lowest plan is drafted once: fusion may save enough. Raises
+        DraftedBeforeError if it was drafted or another plan fits, and InfeasibleBudgetError if nothing fits.
         """
         self._tell(f"drafting Inductor's code{f', attempt {self._attempts + 1}' if self._attempts else ''}")
         try:
@@ -117,7 +117,7 @@ class CodeSearch(Generic[CodeT]):
         self._refused, self.limit = error, Limit(lowest_bytes, self._budget_bytes)
 
     def is_enough(self, made: Attempt[CodeT]) -> bool:
-        """Take note of an attempt, and say whether it was the last.
+        """Record an attempt, and say whether it was the last.
 
         Raises PlanMismatchError if a plan that was given does not keep its budget.
         """
@@ -178,12 +178,12 @@ class CodeSearch(Generic[CodeT]):
 
 
 def alone(options: Options) -> Options:
-    """Return options of a plan beside which nothing is set: most of those that are drafted are not taken."""
+    """Return options without comparisons in the report: most drafted plans are discarded."""
     return replace(options, search=replace(options.search, compare=False))
 
 
 def _given(plan: Callable[..., PlannedStep], options: Options, given: Plan | None) -> PlannedStep:
-    """Take over a plan that was given; its budget is held against the code, of which the graph may hold more."""
+    """Apply a given plan; the budget is checked against the code, so the graph's own peak may exceed it."""
     unlimited = replace(options, budget=Budget(2**60))
     step = plan(unlimited, reuse=given, must_match=True)
     posed = step.study.posed(options.budget)
@@ -192,9 +192,9 @@ def _given(plan: Callable[..., PlannedStep], options: Options, given: Plan | Non
 
 
 def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
-    """Return a step whose plan states the peak of its code in place of the graph's.
+    """Return a step whose plan states its code's peak in place of the graph's.
 
-    Others that ``search`` compares it with are set beside it within the peak of its graph.
+    Baselines that ``search`` asks for are computed within the graph's peak.
     """
     step, peak_bytes = found.step, found.needed_bytes
     plan = step.plan

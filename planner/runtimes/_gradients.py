@@ -1,9 +1,8 @@
 """Autograd around a planned graph: outputs whose gradients are missing or unexpected, and double backward.
 
-A planned backward is traced for the outputs that a loss is expected to reach. Here is what
-happens otherwise: an output whose gradient does not come leaves at ``None`` what only it reaches,
-as eager does; an output whose gradient comes unexpectedly gets it from a second, unplanned run of
-the captured program; a backward of the backward is refused.
+A planned backward is traced for the outputs that a loss is expected to use. This module handles the rest: if an
+expected gradient is missing, parameters that only it reaches keep ``None``, as in eager; an unexpected gradient is
+computed by a second, unplanned run of the captured program; a double backward is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from planner.errors import PlannerError, RuntimeUnsupportedError
 def watched(
     run: Callable[..., Any], _graph_module: fx.GraphModule, differentiable: Sequence[int], joint: JointGraph | None
 ) -> Callable[..., Any]:
-    """Return what runs a planned graph all of whose outputs count, and watches its backward."""
+    """Wrap a planned graph, all of whose outputs are expected to get gradients, to watch its backward."""
     reach = None if joint is None else reach_of(joint)
 
     def finished(*inputs: Any) -> Any:
@@ -37,9 +36,9 @@ def watched(
 
 
 def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None:
-    """Put hooks on the backward of one call, whose planned forward returned these outputs that require gradients.
+    """Put hooks on the backward of one call, given its outputs that require gradients.
 
-    Without a reach every gradient is passed on as it is.
+    Without a ``reach`` gradients are passed on unchanged.
     """
     node = planned_node(outputs)
     if node is None:
@@ -60,9 +59,10 @@ def _refuse_double_backward(_gradients: Any) -> None:
 def _see_what_arrives(
     reach: Reach, node: Callable[[], Any], earlier: list[RemovableHandle], arrived: tuple[Any, ...]
 ) -> None:
-    """Watch the end of a backward that not all gradients come to: a hook there makes autograd hold those that do.
+    """If some expected gradients are missing, register a hook that drops the zeros computed for them.
 
-    Several backwards may go through one node (``retain_graph``), so what watched an ``earlier`` one is removed.
+    Only then: a hook makes autograd hold gradients for longer. Hooks of an ``earlier`` backward through the same node
+    (``retain_graph``) are removed.
     """
     while earlier:
         earlier.pop().remove()
@@ -76,7 +76,7 @@ def _see_what_arrives(
 def _without_unreached(
     reach: Reach, present: frozenset[int], gradients: tuple[Any, ...], _arrived: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Turn the zeros of gradients that no arriving gradient reaches into None."""
+    """Replace by None the gradients that depend on no gradient that arrived."""
     _, depends = reach
     if len(gradients) != len(depends):
         raise PlannerError(f"{len(gradients)} gradients, planned are {len(depends)}; please report this as a bug")
@@ -87,7 +87,7 @@ def _without_unreached(
 
 
 def planned_node(outputs: Sequence[torch.Tensor]) -> Any:
-    """Return autograd's node of the planned graph that made some outputs, or None."""
+    """Return the autograd node of the planned graph behind these outputs, or None."""
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     for _ in range(4):
         for node in pending:
@@ -98,11 +98,10 @@ def planned_node(outputs: Sequence[torch.Tensor]) -> Any:
 
 
 class LateGradients:
-    """The way back for outputs that the plan detached, should a gradient arrive for one after all.
+    """The backward of outputs that the plan detached, in case a gradient arrives for one after all.
 
-    The program, as Dynamo captured it, is run again from its inputs under the random state that it began with, and
-    differentiated: what a plain checkpoint around the whole model would do. It is right and slow, so ``replan`` is
-    called, and the next call is planned with these outputs.
+    The captured program is run again from its inputs and its initial random state, and differentiated, as a checkpoint
+    around the whole model would. That is correct and slow, so ``replan`` makes the next call plan for these outputs.
     """
 
     def __init__(
@@ -117,14 +116,14 @@ class LateGradients:
         self.repeatable = not any(_reads_to_compute(node, written) for node in nodes)
 
     def state(self) -> Any:
-        """Remember what a second run must start from."""
+        """Return the random and autocast state that a second run must start from."""
         # Copies of generators, not state tensors: those would be allocated on the device, beside the plan.
         generators = [g.clone_state() for g in _generators()] if self.random else None
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         return generators, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return the detached outputs of one call a way back to the inputs."""
+        """Return the detached outputs, attached to the inputs by :class:`_Late`."""
         attached: tuple[torch.Tensor, ...] = _Late.apply(self, state, [outputs[p] for p in self.positions], *inputs)
         return attached
 
@@ -168,7 +167,7 @@ def _is_wanted(argument: Any) -> bool:
 
 
 def _own(argument: Any) -> Any:
-    """Return an input that the second run may write into, or differentiate, without touching the first one's."""
+    """Return an input that the second run may overwrite or differentiate without affecting the first."""
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.detach().requires_grad_() if argument.requires_grad else argument.clone()
@@ -197,7 +196,7 @@ class _Late(torch.autograd.Function):
 
 
 def _reads_to_compute(node: fx.Node, written: set[Any]) -> bool:
-    """Whether a node computes with an input that is overwritten, other than to update it."""
+    """Whether a node reads an overwritten input for anything but its update."""
     if mutates(node) or "batch_norm" in str(node.target):
         return False
     if not any(source in written for source in node.all_input_nodes):

@@ -33,7 +33,7 @@ from planner.session.step_planning import plan_step
 
 
 class Program:
-    """A graph at certain sizes: what it holds, and the code that runs it for the first time."""
+    """A graph at certain sizes: its memory, and the eager code that first runs it."""
 
     def __init__(self, model: nn.Module, piece: Piece, settings: dict[str, Any], name: str) -> None:
         self.model, self.piece, self.settings, self.name = model, piece, settings, name
@@ -42,12 +42,12 @@ class Program:
     def seen(
         cls, model: nn.Module, piece: Piece, options: Options, settings: dict[str, Any], name: str
     ) -> Program | None:
-        """Look at a program that was called, or give None if nothing in it requires gradients."""
+        """Return the program of a call, or None if nothing in it requires gradients."""
         program = cls(model, piece, settings, name)
         return program if program.look(options) else None
 
     def look(self, options: Options) -> bool:
-        """Find out what the program needs at least, and at most; False if nothing in it requires gradients."""
+        """Compute the program's lowest peak and its peak without recompute; False if nothing requires gradients."""
         if options.runtime.name == "inductor":
             check_can_compile(self.model, options)
         seen: list[Study] = []
@@ -94,7 +94,7 @@ class Program:
             return captured(self.piece.program, self.piece.inputs)
 
     def own_inputs(self, given: Sequence[Any]) -> list[torch.Tensor]:
-        """Return what a call is given beside the tensors of its model."""
+        """Return a call's inputs other than the tensors of its model."""
         pairs = zip(self.piece.positions, self.piece.inputs, strict=True)
         return [given[at] for at, known in pairs if isinstance(known, FakeTensor)]
 
@@ -133,19 +133,19 @@ def _lowest(study: Study, options: Options) -> Schedule:
 
 @dataclass(frozen=True)
 class Made:
-    """A program as it was planned, and its code."""
+    """A planned program and its code."""
 
     plan: Plan
     run: Callable[..., Any]
     needs: Needs
-    """Of the program alone."""
+    """Memory of the program alone."""
     peak_bytes: int
-    """With what comes after it."""
+    """Peak including the calls after it."""
     loss: LossMemory | None
-    """What comes after it."""
+    """Memory of the calls after it."""
 
     def peak_with(self, loss: LossMemory | None) -> int:
-        """Return the peak where something else comes after it."""
+        """Return the peak if other calls come after it."""
         if loss == self.loss:
             return self.peak_bytes
         loss = loss or LossMemory()

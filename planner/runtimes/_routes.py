@@ -1,10 +1,9 @@
 """Steps whose control flow differs between calls of equal inputs: dropped layers, experts, routing.
 
-What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, or looks at
-a number that it draws from torch's, several steps are recorded, and what is chosen in any of them is chosen. Each call
-is watched: one that calls modules more often than any of the recorded ones, gives them more, or has switched something
-on in them (a dropout whose probability was 0), may break the budget, which is said, and the next call is planned for it
-too.
+A plan is made for recorded steps. Where a forward's control flow draws random numbers, several steps are recorded, and
+a module that any of them needs checkpointed is checkpointed in all. Every call is watched. One that calls modules more
+often than the recorded steps did, gives them larger inputs, or has a setting that was off (a dropout of probability 0)
+may break the budget: a warning says so, and the next call is planned for it too.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
 
 TRIES = 8
-"""How many steps are recorded at once of a forward that draws."""
+"""How many steps are recorded of a forward that draws random numbers."""
 
 Kept = Mapping[str, Sequence[int]]
-"""For an operator, those of its calls within a module whose results are kept."""
+"""For each operator, the indices of its calls in a module whose results are saved."""
 
 Keeps = Callable[[Study, Mapping[str, Kept]], bool]
 
 
 @dataclass
 class CallProfile:
-    """What one step ran: by the names of modules, how often each was called and how many elements it was given."""
+    """What one step ran: by module path, its calls and the number of elements in its inputs."""
 
     calls: Counter[str] = field(default_factory=Counter)
     elements: Counter[str] = field(default_factory=Counter)
     settings: set[str] = field(default_factory=set)
-    """Broken numbers among the attributes of these modules that are not 0, which leaves out what they are for."""
+    """Names of float attributes of these modules that are not 0: a probability of 0 switches a module off."""
 
     def covers(self, other: CallProfile) -> bool:
-        """Whether another step ran no more."""
+        """Whether another step ran no more than this one."""
         return other.calls <= self.calls and other.elements <= self.elements and other.settings <= self.settings
 
     def beyond(self, other: CallProfile) -> list[str]:
-        """Return the modules that another step called less often, or gave less, and settings that it did not have."""
+        """Return the modules and settings in which this step goes beyond another."""
         more = (self.calls - other.calls) | (self.elements - other.elements)
         return [*more, *sorted(self.settings - other.settings)]
 
@@ -68,7 +67,7 @@ class CallProfile:
 
 
 class Routes:
-    """What ran in the steps that were planned for, and their plans."""
+    """The recorded steps of one situation, their plans, and the modules checkpointed in all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -77,7 +76,7 @@ class Routes:
         self._begun: HostStates | None = None
         """The random states that the call began with."""
         self._missed: HostStates | None = None
-        """Those of a call that no plan is for, until it is planned."""
+        """Random states at the start of a call that no plan covered, until it is planned."""
         self._misses = 0
         self._draws = False
         self._covered: list[CallProfile] = []
@@ -88,7 +87,7 @@ class Routes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what runs since the model's own call began; a backward in another thread may run parts of it again."""
+        """Record the modules that a call runs; recompute in the backward's threads is left out."""
         here = get_ident()
 
         def begins(module: nn.Module, given: tuple[object, ...]) -> None:
@@ -114,10 +113,10 @@ class Routes:
             self._draws = self._begun != HostStates()
 
     def plan(self, record: Callable[[], Study], plan: Callable[[Study], Plan], keeps: Keeps) -> Plan:
-        """Record steps and plan them, the largest first; give the plan of the highest peak, of earlier ones too.
+        """Record steps and plan them, the largest first; return the plan with the highest peak.
 
-        ``keeps`` says whether a step keeps the budget with some choices. Where no choice fits all steps, those that it
-        does not fit are spoken of; where there is none for any, that is raised.
+        ``keeps`` says whether a step keeps the budget with given modules checkpointed. A warning names steps that the
+        choice does not fit; InfeasibleBudgetError if it fits none.
         """
         refused: list[str] = []
         infeasible: InfeasibleBudgetError | None = None
@@ -146,7 +145,7 @@ class Routes:
         return max(self.plans, key=lambda plan: plan.peak_bytes)
 
     def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[CallProfile, Study]]:
-        """Record steps that differ in what they run: the one that was missed, or a few of a forward that draws."""
+        """Record steps of other control flow: the one that no plan covered, or several with other random states."""
         seen = [*self._covered]
         with random_states_kept():
             if self._missed is not None:
@@ -169,10 +168,10 @@ class Routes:
                     return
 
     def are_left(self, *, are_shared: bool) -> bool:
-        """Whether the call that was watched ran more than any that was planned for, and the next is planned; says so.
+        """Warn if the watched call went beyond all planned steps, and say whether the next call is to be planned.
 
-        ``are_shared`` says that other ranks must plan with this one: where data decide what runs on each, they do not
-        come.
+        ``are_shared``: other ranks must plan together with this one, which they do not if only this rank's data
+        differed.
         """
         if self._misses == TRIES or any(course.covers(self._course) for course in self._covered):
             return False
@@ -202,7 +201,7 @@ class Routes:
 
 
 def outermost(chosen: Mapping[str, Kept]) -> dict[str, Kept]:
-    """Leave out modules inside of others: what runs again runs whole, and a checkpoint in it would not be there."""
+    """Drop modules inside other chosen modules: a checkpointed module is recomputed as a whole."""
     return {n: kept for n, kept in chosen.items() if not any(is_within(n, other) for other in chosen if other != n)}
 
 

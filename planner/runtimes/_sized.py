@@ -1,7 +1,8 @@
 """Compiled code for each size of one graph that was captured with symbolic sizes.
 
-The first sizes are made plain, as a capture at each would give them. Once two of them agree, in bytes and in code, on
-what sizes decide, one is the formula for all others: these are planned as plain data, and run code that is there.
+The first sizes are specialized: numbers replace the symbols, as a capture at that size would have them. Once two of
+them agree, in bytes and in code, on what sizes decide, one is the formula for all others: these are planned from
+numbers alone, and reuse its code.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from planner.session.step import PlannedStep
 
 @dataclass(frozen=True)
 class SizedGraph:
-    """A graph, and what the numbers are that it is given first."""
+    """A graph whose first input is a list of numbers that depend on sizes."""
 
     module: fx.GraphModule
     run: Callable[[list[Any]], Any]
     numbers: tuple[fx.Node, ...]
-    """By what makes them in the graph with symbols."""
+    """The nodes of the symbolic graph that compute these numbers."""
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> SizedGraph:
-        """Let the sized numbers that a graph calls with, or gives, come from a list of numbers; it is changed."""
+        """Replace numbers that depend on sizes by items of an input list, in place."""
         graph = module.graph
         taken: dict[fx.Node, fx.Node] = {}
         first = next(iter(graph.nodes))
@@ -62,7 +63,7 @@ class SizedGraph:
 
     @property
     def text(self) -> str:
-        """What the graph runs, whatever the sizes."""
+        """The graph's code, without the sizes."""
         return f"{self.numbers}\n{self.module.code}"
 
     def at(self, sizes: Sizes) -> Callable[[list[Any]], Any]:
@@ -77,7 +78,7 @@ class SizedGraph:
 
 
 def sized(halves: Sequence[fx.GraphModule]) -> tuple[SizedGraph, SizedGraph]:
-    """Return forward and backward that serve many sizes."""
+    """Return forward and backward graphs that serve many sizes."""
     forward, backward = halves
     return SizedGraph.of(forward), SizedGraph.of(backward)
 
@@ -86,10 +87,9 @@ Code = tuple[SizedGraph, SizedGraph]
 
 
 class SizedPrograms:
-    """Programs of one joint graph with symbols; ``plan`` plans a plain one, ``follow`` what a formula says of a size.
+    """Programs of one symbolic joint graph; ``plan`` plans a specialized graph, ``follow`` a size by the formula.
 
-    In every call ``entered`` is told which plan is in force, and before that ``may_be_better`` is asked whether to look
-    at it again.
+    Every call asks ``may_be_better`` whether to replan its size, and then tells ``entered`` the plan in force.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class SizedPrograms:
         self._formula: SizedStep | None = None
         self._is_confirmed = False
         self._unknown: set[InputSizes] = set()
-        """Of which the formula does not say what is needed."""
+        """Sizes for which the formula does not say what a kernel needs."""
         self._code: dict[Any, Code] = {}
-        """Of the formula, by what is run, and what writes over inputs."""
+        """Code of the formula, by schedule and by what is written over inputs."""
 
     def program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
-        """Return what runs for what the program is given."""
+        """Return the program for these inputs."""
         sizes = Sizes(joint, given)
         planned = self._by_formula(given, sizes)
         if planned is None:
@@ -125,7 +125,7 @@ class SizedPrograms:
         return _bound(code, weakly(self._entered, planned.plan), again, joint, given)
 
     def _looks_again(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether to look again at a plan; where no formula says what a size needs, it keeps what it has."""
+        """Whether to replan a size; one without a formula keeps its plan."""
         has_formula = self._formula is not None and self._is_confirmed
         return has_formula and sizes not in self._unknown and self._may_be_better(sizes, plan)
 
@@ -139,7 +139,7 @@ class SizedPrograms:
             return None
 
     def _confirmed(self, planned: PlannedStep, given: Sequence[Any], sizes: Sizes) -> Code:
-        """Hold the formula against a step that was made plain, or take that one in its place; return its code."""
+        """Check the formula against a specialized step, or take that step as the formula; return its code."""
         step = SizedStep(self._model, planned.step, planned.study, sizes)
         code = _written(step, planned)
         if self._formula is not None and self._formula.agrees(step, given):
@@ -165,7 +165,7 @@ def _bound(
     joint: JointGraph,
     given: Sequence[Any],
 ) -> Program:
-    """Return what runs some code with the numbers that a program is given."""
+    """Return code bound to the numbers of one size."""
     sizes = Sizes(joint, given)
     forward, backward = (half.at(sizes) for half in code)
     return Program(forward, backward, entered, partial(_bound, code, entered, may_be_better, joint), may_be_better)

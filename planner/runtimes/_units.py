@@ -1,7 +1,7 @@
 """Units: captured modules of a step that are planned together, each run in place of its module's forward.
 
-Around units a step is eager; it is followed once, with stand-ins for them. Hooks, and so DDP's and FSDP2's, run around
-a unit and not inside it.
+Between units a step is eager; that part is recorded once, with stand-ins for the units. Hooks, and so DDP's and
+FSDP2's, run around a unit and not inside it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from planner.session.step import (
 )
 
 SHARDING = "sharding"
-"""In a plan's fingerprint: how the model is sharded, where that is not by default."""
+"""Key of a plan's fingerprint: how the model is sharded, if not by default."""
 
 GRADIENTS_IN_BUCKETS = "gradients in DDP's buckets"
 
 BLOCK_BYTES = "block bytes"
-"""In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
+"""Key of a plan's fingerprint: the sum of the peaks of all blocks, each alone."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step as units, and what is eager around them."""
+    """A step: its units, and the eager operations around them."""
 
     followed: FollowedStep
     lowered: LoweredStep
@@ -70,7 +70,7 @@ class Step:
     units: dict[str, Block]
     """By their paths."""
     put_together: Callable[[Mapping[str, Block]], LoweredGraph]
-    """Lowers the step once more, with other graphs of the same units."""
+    """Lowers the step again with other graphs of the same units."""
 
     def plan(self, model: nn.Module, options: Options, **known: Any) -> Plan:
         """Plan all units together; ``known`` is for :func:`planner.session.step.plan_lowered`."""
@@ -81,14 +81,14 @@ class Step:
 
 
 def lowering(model: nn.Module, options: Options) -> Lower:
-    """Return what lowers the graph of a block."""
+    """Return the function that lowers a block's graph."""
     spec = device_spec(of_model(model), options.target.device)
     context = StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu")
     return lambda joint, given: lower(joint, context, given)
 
 
 def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: Inputs, options: Options) -> Step:
-    """Follow a step around its captured units, and lower it with those whose backward runs."""
+    """Record a step around its captured units, and lower it with the units whose backward runs."""
     model = followed.model
     spec = device_spec(of_model(model), options.target.device)
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
@@ -119,7 +119,7 @@ def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: 
 
 
 def how_it_trains(model: nn.Module, blocks: Iterable[str], options: Options) -> dict[str, str]:
-    """Say how a model is sharded, and how its gradients come and go; ``""`` for what is by default."""
+    """Describe how a model is sharded and which gradients it finds; ``""`` for the default."""
     settings = settings_of(model, blocks)
     if options.gradients.go_into_buckets:
         settings = "DDP is told gradient_as_bucket_view=True"
@@ -135,7 +135,7 @@ def how_it_trains(model: nn.Module, blocks: Iterable[str], options: Options) -> 
 
 
 def _sharded(model: nn.Module, blocks: Iterable[str], beside: Sequence[ShardedUnit], options: Options) -> Units:
-    """Return the parameters of each block, of units beside them, and of the rest, as they are gathered together."""
+    """Return the parameters that are gathered together: of each block, of units beside them, and of the rest."""
     types, known = types_of_shares(model), {unit.path: unit.unit for unit in units_of(model)}
     path_beside = {one.name: unit.path for unit in beside for one in unit.unit.parameters}
     units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, *(unit.path for unit in beside), ROOT)}
@@ -161,7 +161,7 @@ def _sharded(model: nn.Module, blocks: Iterable[str], beside: Sequence[ShardedUn
 
 
 def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:
-    """Return what a block holds beyond what it is given, which may be part of something larger."""
+    """Return the peak of a block without its inputs, which may be part of larger storages."""
     given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
     values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
     graph = replace(graph, values=tuple(values))
@@ -169,12 +169,12 @@ def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:
 
 
 def blocks_of(plan: Plan) -> list[str]:
-    """Return the paths of the blocks that a plan is about."""
+    """Return the paths of a plan's blocks."""
     return str(plan.fingerprint["blocks"]).split()
 
 
 def decisions_on(plan: Plan, path: str) -> frozenset[tuple[str, ...]]:
-    """Return what a plan asks of a block, in names that are the same in every block."""
+    """Return a plan's decisions on a block, under names without the block's path."""
     return frozenset(
         tuple(name.removeprefix(path) for name in (key, *keys))
         for key, keys in plan.recomputations.items()
@@ -183,7 +183,7 @@ def decisions_on(plan: Plan, path: str) -> frozenset[tuple[str, ...]]:
 
 
 def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
-    """Return the schedule of a block's own graph that a plan for the whole step asks for.
+    """Return the schedule of a block's graph under a plan for the whole step.
 
     Raises PlanMismatchError if the plan names operations that the block does not have.
     """
@@ -227,7 +227,7 @@ class PlannedUnits:
         }
 
     def hold(self, path: str, peak_bytes: int) -> None:
-        """Count what a block holds more than before, which is not to be more than was planned."""
+        """Add to a block's peak; PlanMismatchError if all blocks together exceed what was planned."""
         self.bytes_left -= peak_bytes
         if self.bytes_left < 0:
             raise PlanMismatchError(
@@ -237,19 +237,19 @@ class PlannedUnits:
 
 
 class PlannedUnit:
-    """A block, compiled when it is first called, unless the code of an equal block serves it too."""
+    """A block, compiled at its first call unless an equal block's code serves it."""
 
     compiler: Any = staticmethod(aot_backend)
-    """Makes a backend of what parts a block's graph; see :class:`planner.capture.joint_capture.Backend`."""
+    """Makes a backend of a partition function; see :class:`planner.capture.joint_capture.Backend`."""
 
     def __init__(self, planned: PlannedUnits, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
         self.planned, self.path, self._block = planned, path, block
         self._equal = equal
-        """Blocks of which the plan asks the same, and whose code is there."""
+        """Blocks with equal decisions that have code."""
         self.code: PlannedUnit | None = None
-        """Whose code runs."""
+        """The block whose code runs."""
         self.peaks_bytes: list[int] = []
-        """Of what was captured of it."""
+        """Peaks of the graphs that were captured of it."""
         self.call = IsolatedCall(
             block,
             block.forward,
@@ -260,7 +260,7 @@ class PlannedUnit:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; Dynamo's guards tell whether it is as the one whose code is at hand."""
+        """Run the block, by an equal block's code if Dynamo's guards hold for it."""
         if self.code is None:
             for other in self._equal:
                 if len(other.peaks_bytes) != 1:
@@ -286,7 +286,7 @@ class PlannedUnit:
         return extract_fwd_bwd(lowered, schedule)
 
     def hold(self, peak_bytes: int) -> None:
-        """Count what a graph of the block holds alone; one of them runs in a step."""
+        """Record the peak of one graph of the block; one of them runs in a step."""
         before = max(self.peaks_bytes, default=0)
         self.peaks_bytes.append(peak_bytes)
         self.planned.hold(self.path, max(0, peak_bytes - before))

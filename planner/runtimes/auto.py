@@ -25,7 +25,7 @@ from planner.session.step import Options
 WHOLE, BLOCKS, PARTS, MODULES = "whole", "blocks", "parts", "modules"
 """Granularities: the model as one graph, each repeated block, the largest modules that can be captured, or no graph."""
 EAGER, INDUCTOR = "eager kernels", "Inductor"
-"""What makes code of a planned graph."""
+"""Code generators: what makes code of a planned graph."""
 
 NAMES = {
     (WHOLE, EAGER): "graph",
@@ -45,10 +45,10 @@ _CHOOSES = {"parts": "inside of captured modules only", "modules": "among module
 def candidates(facts: ModelFacts) -> list[str]:
     """Return the runtimes to try, in order.
 
-    With several ranks gradients must go out while the backward runs, and every rank must do the same: what one rank
-    cannot carry out is then an error, and nothing else is tried. Ranks that share every layer (``parallelize_module``)
-    run the model as it is, and so do those that gather parts of a block by themselves. Where blocks were compiled by
-    their own ``compile()``, as torchtitan does, planned ones are compiled too.
+    With several ranks there is one candidate: gradients must be sent during the backward, and all ranks must do the
+    same, so a failure on one rank is an error. It is ``modules`` if ranks share layers (``parallelize_module``) or parts of a
+    block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in torchtitan, and
+    else ``regional``.
     """
     pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
     if facts.has_several_ranks or facts.is_sharded:
@@ -76,12 +76,12 @@ class Refusal:
 
     @property
     def is_of_capture(self) -> bool:
-        """Whether the model cannot be captured, or not be run, in this way."""
+        """Whether this runtime cannot capture or run the model."""
         return isinstance(self.error, (CaptureError, RuntimeUnsupportedError))
 
 
 Tried = list[Plan | Refusal]
-"""What came of the candidates so far, the first one first."""
+"""Outcomes of the candidates so far, in order."""
 
 
 def attempted(name: str, plan_with: Callable[[str], Plan]) -> Plan | Refusal:
@@ -93,9 +93,9 @@ def attempted(name: str, plan_with: Callable[[str], Plan]) -> Plan | Refusal:
 
 
 def may_improve(name: str, tried: Tried, options: Options) -> bool:
-    """Whether a candidate is to be tried after others.
+    """Whether to try a candidate after others.
 
-    Where the whole model was captured, only the eager step can be cheaper: capture may be slower, or hold more.
+    If the whole model was captured, only the eager step can be cheaper: a captured one may be slower, or hold more.
     """
     if not tried:
         return True
@@ -107,7 +107,7 @@ def may_improve(name: str, tried: Tried, options: Options) -> bool:
 
 
 def cheapest(tried: Tried) -> Plan | None:
-    """Return the plan to carry out; where parts and modules cost the same, whole modules run again."""
+    """Return the cheapest plan, or None; ``modules`` wins a tie with ``parts``."""
     plans = [one for one in tried if isinstance(one, Plan)]
     if isinstance(tried[0], Plan):
         return min(plans, key=lambda plan: plan.step_seconds)
@@ -115,10 +115,10 @@ def cheapest(tried: Tried) -> Plan | None:
 
 
 def reason(tried: Tried) -> PlannerError:
-    """Return the error that says why there is no plan.
+    """Return the error to raise if no candidate has a plan.
 
-    Where a model that cannot be captured whole has no plan for the budget, it is the error of the way that needs least;
-    else that of the first candidate: it is the model that fails, not its capture.
+    If the first candidate failed to capture and others do not fit, it is the error with the lowest feasible peak; else
+    the first candidate's.
     """
     refusals = [one for one in tried if isinstance(one, Refusal)]
     lowest = {r.error.minimum_feasible_peak_bytes: r.error for r in refusals if isinstance(r.error, NoPlanFitsError)}
@@ -126,7 +126,7 @@ def reason(tried: Tried) -> PlannerError:
 
 
 def explained(plan: Plan, tried: Tried, options: Options) -> Plan:
-    """Return a plan that says which candidates were refused, and why; a model that cannot be captured is warned of."""
+    """Add findings to a plan that say which candidates were refused and why; warn if the capture failed."""
     first = tried[0]
     if plan is first:
         return plan
@@ -138,7 +138,7 @@ def explained(plan: Plan, tried: Tried, options: Options) -> Plan:
 
 
 def _said(first: Refusal, options: Options, taken: str) -> Finding:
-    """Say that another runtime was taken, with what follows from that, as a warning; and give it as a finding."""
+    """Warn that another runtime was taken, and return the finding that says so."""
     instead = f"{taken!r} in place of {first.runtime!r}"
     solver = options.search.solver if taken == "modules" else _ANY_SOLVER
     ignored = f"; the solver {solver!r} is one of whole graphs, and is not asked" if solver != _ANY_SOLVER else ""
@@ -165,7 +165,7 @@ def _further(tried: Sequence[Plan | Refusal]) -> Iterator[Finding]:
 
 
 def _cheaper_eager(plan: Plan, captured: str) -> Finding:
-    """Say why a plan is of the eager step."""
+    """Say why the plan is for the eager step."""
     return Finding(
         rule=_RULE,
         severity=Severity.NOTE,
@@ -181,13 +181,13 @@ def _with(plan: Plan, notes: Sequence[Finding]) -> Plan:
 
 
 def _for(name: str, options: Options) -> Options:
-    """Return the options for a runtime; a solver that is named is for the first choice, see :func:`_said`."""
+    """Return the options for a runtime; ``modules`` always uses its own solver."""
     solver = _ANY_SOLVER if name == "modules" else options.search.solver
     return replace(options, runtime=replace(options.runtime, name=name), search=replace(options.search, solver=solver))
 
 
 class AutoRuntime:
-    """What ``model(...)`` runs: the first candidate, or another one if that refuses the model or has no plan."""
+    """What ``model(...)`` runs: the first candidate, or another if it refuses the model or has no plan."""
 
     def __init__(
         self,
@@ -203,9 +203,9 @@ class AutoRuntime:
         self._running = self._start(plan.runtime if plan is not None else choose(model), plan)
         self._may_change = plan is None or replan
         self._refused: set[Any] = set()
-        """Situations in the middle of training that the first choice could not capture."""
+        """Situations in the middle of training that the running runtime could not capture."""
         self._instead: PlannedModel | None = None
-        """Runs these."""
+        """The runtime for those situations."""
         self._current = self._running
 
     @property
@@ -240,7 +240,7 @@ class AutoRuntime:
             self._instead.stop()
 
     def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model by another candidate from now on, if one can."""
+        """Switch to another candidate, if one can run the model."""
         tried: Tried = [refusal]
         other = self._started(tried, others, Inputs(args, kwargs))
         try:
@@ -268,7 +268,7 @@ class AutoRuntime:
         return result
 
     def _started(self, tried: Tried, others: Sequence[str], inputs: Inputs) -> PlannedModel:
-        """Plan with other candidates, and start the cheapest; ``modules``, where no plan fits, is to say so."""
+        """Plan with the other candidates and start the cheapest; if none fits, ``modules``, which raises the error."""
         options = self._prepare(inputs) if self._prepare is not None else self._options
         parts: Any = self._start("parts", None)
 
@@ -290,7 +290,7 @@ class AutoRuntime:
         return self._start("modules", plan)
 
     def _run_instead(self, refusal: Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call in the middle of training that the first choice cannot capture, within the budget."""
+        """Run a call that cannot be captured in the middle of training under ``modules``, within the budget."""
         first_time = self._instead is None
         if self._instead is None:
             assert self._running.plan is not None
@@ -311,7 +311,7 @@ class AutoRuntime:
         return result
 
     def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
+        """Return a key that ignores the values of numbers: each of them would cost a capture."""
         return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
 
     def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> PlannedModel:

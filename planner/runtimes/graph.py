@@ -55,21 +55,20 @@ from planner.session.step_planning import plan_step
 _log = logging.getLogger("planner")
 
 _OFTEN = 8
-"""After so many captures in a row people are told."""
+"""A warning is given after this many captures in a row."""
 
 _ENOUGH = 0.002
-"""How near to a proven bound plans of later sizes need come, as a share of the step: training waits for them."""
+"""Gap to the bound, as a share of the step, at which planning of later sizes stops: training waits for it."""
 
 
 class GraphRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force.
 
-    The first call with gradients captures the model, plans, and writes the graphs; later calls with
-    the same input sizes run them. A second set of sizes is captured with symbols for what varies: for others
-    the numbers are put in, and a plan at hand is carried over if the simulator says that it fits. What is
-    not the same program with other sizes is captured again, and so is whatever else makes the graph another:
-    modules, parameters or hooks added, ``requires_grad`` or the mode switched. Calls without gradients run the
-    model as it is. ``compiler`` makes code of the planned graphs; see
+    The first call with gradients captures the model, plans, and writes the graphs; later calls with the same input
+    sizes run them. A second set of sizes is captured with symbols for the dimensions that vary. Other sizes replace
+    the symbols by numbers, and reuse an existing plan if the simulator says that it fits. Whatever changes the graph
+    is captured again: a size that takes another branch, added modules, parameters or hooks, another ``requires_grad``
+    or mode. Calls without gradients run the model unplanned. ``compiler`` makes code of the planned graphs; see
     :class:`planner.capture.joint_capture.Backend`.
     """
 
@@ -83,23 +82,23 @@ class GraphRuntime(PlannedCalls):
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
         self._may_vary = compiler is aot_backend
-        """Whether sizes that vary are captured as symbols."""
+        """Whether varying sizes are captured as symbols."""
         self._numbers: dict[str, float] = {}
-        """Numbers that the program depends on, by Dynamo's names: what each was when it was captured."""
+        """Python numbers that the program depends on, by Dynamo's names, with their values at the capture."""
         self._sized: dict[fx.Graph, SizedPrograms] = {}
-        """By the graph with symbols that was captured."""
+        """By the symbolic graph that was captured."""
         self._inputs: Inputs | None = None
-        """Of the call at hand."""
+        """Inputs of the current call."""
         self._in_hooks = is_sharded(model)
-        """Whether FSDP2's hooks run around the graphs, which then are of the model's ``forward``."""
+        """Whether FSDP2's hooks run around the graphs, which then replace the model's ``forward`` alone."""
         self._own_call = model.forward if self._in_hooks else call_implementation(model)
         self._expected: list[int] | None = None
         self._in_a_row = 0
-        """How many calls up to the last were each captured."""
+        """How many calls in a row, up to the last, were captured."""
         self._new_calls()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the program that there is for a call, or capture one."""
+        """Run the known program for a call, or capture one."""
         if not self._in_hooks:
             return self._run(*args, **kwargs)
         with forwards({self.model: self._run}):
@@ -121,7 +120,7 @@ class GraphRuntime(PlannedCalls):
             self._inputs = None
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the program that there is for a call, or give ``NOT_CAPTURED``."""
+        """Run the known program for a call, or return ``NOT_CAPTURED``."""
         for fixed, sized in self._calls:
             try:
                 result = fixed.known(args, kwargs)
@@ -133,7 +132,7 @@ class GraphRuntime(PlannedCalls):
         return NOT_CAPTURED
 
     def _captured(self, inputs: Inputs) -> Any:
-        """Run the model on what is new to it, or marked as dynamic."""
+        """Capture, plan and run a new kind of call."""
         check_plannable(self.model, inputs)
         if self._in_a_row == _OFTEN:
             self._say_what_changes(inputs)
@@ -162,7 +161,7 @@ class GraphRuntime(PlannedCalls):
         )
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
-        """Run the first program that holds for a call, or a new one, which takes nothing for granted that did not."""
+        """Capture under the first pair of calls whose assumptions hold for these inputs, or under a new pair."""
         assume = True
         for fixed, sized in self._calls:
             try:
@@ -175,7 +174,7 @@ class GraphRuntime(PlannedCalls):
         return self._capture(inputs, *self._calls[-1], symbolic)
 
     def _why(self, symbolic: Sequence[Varying]) -> str:
-        """Say why there was a capture."""
+        """Say why the model was captured."""
         if symbolic:
             count = sum(len(dimensions) for _, dimensions in symbolic)
             of_inputs = "1 dimension of the inputs varies" if count == 1 else f"{count} dimensions of the inputs vary"
@@ -183,7 +182,7 @@ class GraphRuntime(PlannedCalls):
         return "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
 
     def _capture(self, inputs: Inputs, fixed: IsolatedCall, sized: IsolatedCall, symbolic: Sequence[Varying]) -> Any:
-        """Capture a call with sizes that vary as symbols, or else with fixed sizes, and run it."""
+        """Capture and run a call, with varying sizes as symbols if possible, else with fixed sizes."""
         fails = False
         if symbolic:
             try:
@@ -208,7 +207,7 @@ class GraphRuntime(PlannedCalls):
         self._calls = [self._new_pair(assume=True)]
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
-        """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
+        """Return a pair of captures, of fixed and of symbolic sizes; ``assume`` says if masks may be left out."""
         deferred = self.options.deferred
         new = partial(
             IsolatedCall,
@@ -230,7 +229,7 @@ class GraphRuntime(PlannedCalls):
         return extract_fwd_bwd(step.lowered, step.schedule, step.over)
 
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
-        """Return what runs at some sizes of a program that was captured with symbols."""
+        """Return the program for one size of a symbolic capture."""
         if joint.graph not in self._sized:
             self._sized[joint.graph] = SizedPrograms(
                 self.model,
@@ -266,7 +265,7 @@ class GraphRuntime(PlannedCalls):
         return step
 
     def _planned_at(self, sizes: InputSizes, study: Study) -> Plan:
-        """Take over a plan for inputs of some sizes, or plan anew where none fits or that has become due."""
+        """Reuse a plan for these sizes, or plan again if none fits or replanning is due."""
         options = replace(self.options, search=replace(self.options.search, enough=_ENOUGH))
         plan = plan_study(study, options, reuse=self._plans.nearest(sizes))
         is_due = self._plans.is_due(plan)
@@ -277,12 +276,12 @@ class GraphRuntime(PlannedCalls):
         return plan
 
     def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether a plan of its own may be better than the one that is reused."""
+        """Whether these sizes may deserve a plan of their own."""
         return self._follows_sizes and self._plans.may_be_better(sizes, plan)
 
     @property
     def _follows_sizes(self) -> bool:
-        """Whether all that a step needs follows from the sizes of the program's inputs."""
+        """Whether a step's memory follows from the sizes of the program's inputs."""
         return self.options.loss is None and self.options.runtime.chunk == 1
 
     def _recorded(self) -> Study | None:
@@ -293,7 +292,7 @@ class GraphRuntime(PlannedCalls):
         self._plans.paid(plan)
 
     def planned(self, joint: JointGraph) -> PlannedStep:
-        """Plan one captured graph; a plan given by the user must match the first."""
+        """Plan one captured graph; the first must match a given plan."""
         reuse = self._plans.nearest(self._input_sizes(joint))
         return plan_step(self.model, joint, self.options, reuse=reuse, must_match=self.must_match)
 
@@ -359,7 +358,7 @@ class GraphRuntime(PlannedCalls):
 
 
 def _own_or(taken: Plan, study: Study, options: Options) -> Plan:
-    """Look for a plan, and return that or the one that was taken over, whichever is cheaper."""
+    """Search for a plan, and return the cheaper of it and the reused one."""
     limit_seconds = min(options.search.time_limit_seconds, planning_seconds(taken))
     options = replace(options, search=replace(options.search, time_limit_seconds=limit_seconds))
     try:

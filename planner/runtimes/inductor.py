@@ -1,9 +1,9 @@
 """Runtime ``inductor``: the planned forward and backward of the whole model, compiled by Inductor.
 
-What is planned is the graph after Inductor's own decompositions. Inductor leaves out what fusion makes needless,
-and puts kernels in an order of its own, so the graph's peak is not that of its code. The peak that counts is
-therefore that of the code, which Inductor drafts before anything is compiled: where it breaks the budget, the
-graph is planned anew for less. Sums come out in another order where a fusion differs.
+The planned graph is the one after Inductor's decompositions. Fusion removes some of its values, and Inductor orders
+kernels itself, so the code's peak differs from the graph's. The code's peak is what counts: Inductor drafts the code
+before anything is compiled, and if it exceeds the budget the graph is planned for less. Where fusion differs, sums are
+added up in another order.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class InductorRuntime(GraphRuntime):
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
         self.step: PlannedStep | None = None
-        """What was planned last."""
+        """The last planned step."""
         self._fits = False
         self._search = CodeSearch[list[Draft]]()
 
     def plan_only(self, inputs: Inputs) -> Plan:
-        """Plan one step by its draft: nothing is compiled, and nothing is run."""
+        """Plan one step by its drafted code; nothing is compiled or run."""
 
         def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
             self._draft_that_fits(partition, graph_module, example_inputs)
@@ -65,13 +65,13 @@ class InductorRuntime(GraphRuntime):
         return plan
 
     def planned(self, joint: JointGraph) -> PlannedStep:
-        """Plan one captured graph, for less than the budget where its code needs more than the graph."""
+        """Plan one captured graph, for less than the budget if its code needs more than the graph."""
         reuse = self.plan if self.must_match else self._plans.nearest(self._input_sizes(joint))
         self.step = self._search.plan(partial(plan_step, self.model, joint, known=self.step), self.options, reuse)
         return self.step
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan one captured graph and write its forward and backward, or write again what was drafted."""
+        """Plan one captured graph and write its forward and backward, or write the drafted ones again."""
         if self._fits and self.step is not None:
             return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self.step.schedule)
         return super().partition(joint)
@@ -86,7 +86,7 @@ class InductorRuntime(GraphRuntime):
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
-        """Plan and draft until the code keeps the budget, and uses it."""
+        """Plan and draft until the code keeps the budget and uses most of it."""
         must_match = self.must_match  # planning confirms it
         self.step, self._fits = None, False
         search = self._search = CodeSearch(self.options.search.tell, must_match=must_match)
@@ -114,7 +114,7 @@ class InductorRuntime(GraphRuntime):
 
 
 class Compiles(RuntimeOfCalls):
-    """A runtime whose code Inductor writes: bits may be others, and the peak is an upper bound."""
+    """A runtime whose code Inductor writes: results are close, not bit-equal, and the peak is an upper bound."""
 
     tolerance = 1e-4
     exact_peak = False
@@ -144,7 +144,7 @@ class _Inductor(Compiles):
 
 
 def check_can_compile(model: nn.Module, options: Options) -> None:
-    """Raise a RuntimeUnsupportedError where there is no compiler, or where code is for a device that is not here."""
+    """Raise RuntimeUnsupportedError if there is no compiler, or the plan is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(
             f"runtime {options.runtime.name!r} needs {missing}: install it, or choose another runtime"

@@ -1,8 +1,8 @@
 """Runtime ``inductor_blocks``: each repeated block planned and compiled by Inductor, the rest eager.
 
-What ``torch.compile`` of each block is to a training loop, with a plan inside: hooks, and so DDP's and FSDP2's, run
-around blocks, and equal blocks of which the plan asks the same are one piece of code. As under ``inductor`` the peak
-that counts is that of the code, which is drafted before anything is compiled, once for each kind of block.
+Like ``block.compile()`` for each block, with a plan inside: hooks, and so DDP's and FSDP2's, run around blocks, and
+equal blocks with equal decisions share their code. As under ``inductor`` the code's peak is what counts; the code is
+drafted before anything is compiled, once for each kind of block.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _FREE = OperationCost(seconds=0.0)
 
 
 def _carrying_out(plan: Plan, path: str, lowered: LoweredGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and backward of a block, of which a plan sees each kernel as one operation."""
+    """Return a block's forward and backward under a plan in which each fused kernel is one operation."""
     kernels = in_kernels(lowered)
     return extract_fwd_bwd(lowered, kernels.carried_out(part_of(plan, path, kernels.graph)))
 
 
 def _with_few_kinds(step: PlannedStep, budget: Budget) -> PlannedStep:
-    """Return a step with a plan of which fewer kinds of blocks are to be compiled, if there is one for the budget."""
+    """Return a step whose plan has fewer kinds of blocks to compile, if one fits the budget."""
     study, plan = step.study, step.plan
     problem, schedule = study.posed(budget), plan.schedule_for(study.graph)
     few = with_few_kinds(problem, schedule)
@@ -72,7 +72,7 @@ def _with_few_kinds(step: PlannedStep, budget: Budget) -> PlannedStep:
 
 
 class CompiledUnit(PlannedUnit):
-    """A block as Inductor compiles it."""
+    """A block that Inductor compiles."""
 
     def parted(self, lowered: LoweredGraph, given: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward that carry out the block's part of the plan."""
@@ -96,7 +96,7 @@ class CompiledUnit(PlannedUnit):
 
 
 class _Code:
-    """What the code of a step's blocks holds, drafted once for each kind of block."""
+    """Peaks of the code of a step's blocks, drafted once for each kind of block."""
 
     def __init__(self, model: nn.Module, step: Step, options: Options) -> None:
         self._model, self._step = model, step
@@ -105,7 +105,7 @@ class _Code:
         self._known: dict[Any, LoweredGraph] = {}
 
     def held_by(self, step: PlannedStep) -> tuple[int, int]:
-        """Return the peak of a planned step, and what its blocks hold, each alone, added up."""
+        """Return the peak of a planned step, and the sum of its blocks' peaks, each alone."""
         costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, step.single_costs, strict=True)}
         blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._step.units.items()}
         graph = self._step.put_together(blocks).graph
@@ -151,7 +151,7 @@ class _InductorBlocks(Compiles, Regional):
 
     @staticmethod
     def compiler(partition: PartitionFunction) -> Any:
-        """Return what makes of a block the graph that Inductor compiles."""
+        """Return a backend that captures a block as the graph that Inductor compiles."""
         return partial(draft_with_inductor, partition)
 
     def plan(
@@ -163,7 +163,7 @@ class _InductorBlocks(Compiles, Regional):
     def plan_units(
         self, model: nn.Module, step: Step, options: Options, *, reuse: Plan | None, must_match: bool
     ) -> Plan:
-        """Plan a step by what the code of its blocks holds."""
+        """Plan a step by the peaks of its blocks' code."""
         code = _Code(model, step, options)
         study = study_lowered(model, step.lowered, options)
 

@@ -1,8 +1,8 @@
 """Runtime ``parts``: the largest modules that can be captured as planned graphs, the rest eager.
 
-What stops the capture of a whole model is often one line of it. The modules around that line are captured as they are
-called in one step, which is followed on fake tensors, or is a real one where data decide what runs. A call that is
-unlike the one that was planned for runs as it is, which is said, and the next step is planned anew.
+Often one line stops the capture of a whole model. The modules around that line are captured as they are called in one
+recorded step: on fake tensors, or a real step if data decide what runs. A module that is called otherwise than planned
+runs unplanned with a warning, and the next step is planned again.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from planner.session.eager_study import recorded_for_real
 from planner.session.step import Options, elsewhere_for, study_lowered
 
 CAPTURED_SHARE = "captured-share"
-"""The rule of a note that says how much of what a step saves is made in captured modules."""
+"""Rule of a note: the share of saved bytes that captured modules make."""
 
 
 @dataclass(frozen=True)
 class PartsPlan:
-    """A plan, and the step that it is for."""
+    """A plan and the calls that it is for."""
 
     plan: Plan
     course: CallProfile
     given: Mapping[str, Any]
-    """By its path, what each captured module was called with, as :func:`_described`."""
+    """For each captured module, by path, a description of its inputs; see :func:`_described`."""
 
 
 class PartsRuntime(CallsInSituations):
@@ -66,15 +66,15 @@ class PartsRuntime(CallsInSituations):
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._eager: set[str] = set()
-        """Modules that were called in other ways than planned."""
+        """Modules that were called otherwise than planned, now left eager."""
         self._missed: RandomStates | None = None
-        """The random states of a step that ran more than planned."""
+        """Random states at the start of a step that ran more than planned."""
         self._misses = 0
         self._before: dict[Any, Decided] = {}
-        """What was decided for calls that are to be decided anew."""
+        """Plans of situations that are to be planned again, in case that fails."""
 
     def decide(self, inputs: Inputs) -> Decided:
-        """Plan the modules that can be captured."""
+        """Plan the modules that can be captured for these inputs."""
         if len(self._decided) == self.options.runtime.maximum_shapes:
             raise RuntimeUnsupportedError(
                 f"the parts of {type(self.model).__name__} were captured {len(self._decided)} times, and this call "
@@ -104,7 +104,7 @@ class PartsRuntime(CallsInSituations):
 
     @contextmanager
     def _watched(self, situation: Any, parts: _PlannedParts) -> Iterator[None]:
-        """Run planned parts in place of the model's own, and see afterwards whether the call was as planned."""
+        """Run planned parts in one call, and check afterwards whether the call was as planned."""
         begun = RandomStates()
         parts.begin()
         with installed(self.model, parts.forwards), forwards(parts.counted):
@@ -126,7 +126,7 @@ class PartsRuntime(CallsInSituations):
 
 
 class _PlannedParts(PlannedUnits):
-    """The captured modules of a model, and what is expected of all others."""
+    """The captured modules of a model, and counters of all others' calls."""
 
     def __init__(self, model: nn.Module, made: PartsPlan) -> None:
         self.model = model
@@ -146,7 +146,7 @@ class _PlannedParts(PlannedUnits):
         self.now.note_settings("", self.model)
         self.ran: set[str] = set()
         self.unlike: dict[str, str] = {}
-        """By its path, what is unlike in the call of a module."""
+        """For each module called otherwise than planned, by path, the difference."""
 
     def _count(self, path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.now.note(path, module, (args, kwargs))
@@ -154,7 +154,7 @@ class _PlannedParts(PlannedUnits):
 
 
 class _PlannedPart(PlannedUnit):
-    """A module that runs as planned where it is called as planned, and else as it is."""
+    """A captured module: planned if called as planned, else eager."""
 
     def __init__(self, planned: _PlannedParts, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
         super().__init__(planned, path, block, equal)
@@ -193,10 +193,10 @@ def plan_parts(
     without: Collection[str] = (),
     missed: RandomStates | None = None,
 ) -> PartsPlan:
-    """Plan a step in which the largest modules that can be captured are graphs, those in ``without`` left eager.
+    """Plan a step whose largest capturable modules are graphs, except those in ``without``.
 
-    Where the forward draws random numbers, the step is the largest of several: one of them begins with the states
-    ``missed``. Raises CaptureError if there is nothing to capture.
+    If the forward draws random numbers, the largest of several recorded steps is planned; one of them starts from the
+    states ``missed``. Raises CaptureError if nothing can be captured.
     """
     begun = time.perf_counter()
     options.search.tell("capturing the largest modules that can be")
@@ -235,7 +235,7 @@ def plan_parts(
 def _followed(
     model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None
 ) -> tuple[FollowedStep, dict[str, list[SeenCall]]]:
-    """Follow a forward, without data where the program allows that; of one that draws, the largest of several."""
+    """Record a forward, without data if possible; if it draws random numbers, the largest of several."""
     elsewhere = elsewhere_for(model, options)
     step = FollowedStep(model, inputs, elsewhere)
     try:
@@ -287,7 +287,7 @@ def _size(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn whatever a step raises while it is followed into a CaptureError of one line."""
+    """Turn any error of a recorded step into a CaptureError of one line."""
     try:
         yield
     except PlannerError:
@@ -299,7 +299,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 
 def _described(inputs: Inputs) -> Any:
-    """Return all that a module's plan depends on in what it is called with."""
+    """Return the properties of a module's inputs that its plan depends on."""
     return [
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves_of((inputs.args, inputs.kwargs))
@@ -308,9 +308,10 @@ def _described(inputs: Inputs) -> Any:
 
 
 def _as_planned(inputs: Inputs, planned: Sequence[Any]) -> Inputs | None:
-    """Return what a module is called with as it was planned for, None if that is something else.
+    """Return a module's inputs in the planned form, or None if they differ.
 
-    Where modules before it have dropped out, what it is given may need no gradient. A planned one is then let go.
+    If modules before it were skipped, an input may not require gradients where the plan has one; that gradient is then
+    discarded.
     """
     if _described(inputs) == planned:
         return inputs
@@ -332,7 +333,7 @@ def _let_go(leaf: torch.Tensor) -> None:
 
 
 def _has_choice(block: Block) -> bool:
-    """Whether a captured module saves anything that could be computed again."""
+    """Whether a captured module saves anything that could be recomputed."""
     graph = block.lowered.graph
     returned = {v for node in block.outputs for v in block.lowered.storage_of[node]}
     made = {v for o in graph.operations if o.phase is Phase.FORWARD and o.recomputable for v in o.outputs}
@@ -357,7 +358,7 @@ def _notes(
 
 
 def captured_share(graph: TrainingGraph) -> float:
-    """Return which share of the bytes that a step saves for its backward captured modules make."""
+    """Return the share of saved bytes that captured modules make."""
     read = {v for o in graph.operations if o.phase is Phase.BACKWARD for v in o.inputs}
     saved = [(o, v) for o in graph.operations if o.phase is Phase.FORWARD for v in o.outputs if v in read]
     total_bytes = sum(graph.values[v].size_bytes for _, v in saved)

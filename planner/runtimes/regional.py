@@ -1,7 +1,7 @@
 """Runtime ``regional``: each repeated block as planned graphs with eager kernels, the rest eager.
 
-Blocks deliver their gradients as the backward goes, so communication overlaps with it as in eager
-training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
+Blocks deliver their gradients during the backward, so communication overlaps as in eager training; hooks, and so DDP's
+and FSDP2's, run around a block and not inside it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RegionalRuntime(CallsInSituations):
         super().__init__(model, options, **settings)
         self._runtime = runtime
         self._blocks: dict[Any, PlannedUnits] = {}
-        """By what plans ask of them: what differs may be how gradients come and go."""
+        """Keyed by situation and decisions: plans may differ in how gradients accumulate alone."""
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the blocks."""
@@ -75,11 +75,11 @@ class RegionalRuntime(CallsInSituations):
         return plan, partial(installed, self.model, self._blocks[key].forwards)
 
     def _plan(self, inputs: Inputs) -> Plan:
-        """Plan a call, unless the plan at hand will do.
+        """Plan a call, unless the plan in force serves it.
 
-        Of a sharded model smaller inputs, say a last batch, take over its decisions: in every block less is alive
-        whatever runs. A plan that was made before the model was sharded, or before DDP was put around it, knows nothing
-        of a policy for other types, of parameters that stay, and of gradients that come otherwise.
+        Smaller inputs of a sharded model, such as a last batch, reuse its decisions: every block then holds less. A
+        plan made before the model was sharded or wrapped by DDP does not serve: it does not count mixed precision,
+        parameters that stay gathered, and DDP's gradient buckets.
         """
         plan, sharded = self.plan, has_units(self.model)
         knows_types = self.is_confirmed or not computes_in_other_types(self.model)
@@ -99,7 +99,7 @@ class RegionalRuntime(CallsInSituations):
         return plan
 
     def _unknown_to(self, plan: Plan) -> dict[str, str]:
-        """Return how the model trains, if a plan was made for one that trains otherwise; else nothing."""
+        """Return how the model trains now, if the plan was made for other training; else nothing."""
         now = how_it_trains(self.model, blocks_of(plan), self.options_for_call())
         is_known = all(plan.fingerprint.get(key, "") == said for key, said in now.items())
         return {} if is_known else now
@@ -120,7 +120,7 @@ def planned_for(plan: Plan) -> str:
 
 
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler: Compiler = aot_backend) -> Step:
-    """Follow one step of a model on fake tensors, and lower it with its blocks."""
+    """Record one step of a model on fake tensors, and lower it with its blocks."""
     followed = FollowedStep(model, inputs, elsewhere_for(model, options))
     blocks, left = followed.capture_blocks(lowering(model, options), compiler)
     if not blocks:
@@ -146,15 +146,15 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler:
 
 
 class Regional(RuntimeOfCalls):
-    """Plans the blocks of a step, and what is eager around them."""
+    """Plans the blocks of a step together with the eager operations around them."""
 
     name = "regional"
     summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
     runs_sharded = True
     compiler: Compiler = staticmethod(aot_backend)
-    """What blocks are captured for."""
+    """The compiler that blocks are captured for."""
     kind: ClassVar[type[PlannedUnit]] = PlannedUnit
-    """What runs a block."""
+    """The class that runs a block."""
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
         """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
@@ -184,7 +184,7 @@ class Regional(RuntimeOfCalls):
     def plan_units(
         self, model: nn.Module, step: Step, options: Options, *, reuse: Plan | None, must_match: bool
     ) -> Plan:
-        """Plan a step that was followed around its blocks."""
+        """Plan a step that was recorded around its blocks."""
         return step.plan(model, options, reuse=reuse, must_match=must_match)
 
 
