@@ -23,11 +23,11 @@ from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel
 
 _STEPS = 20
-"""So many of the last steps are timed."""
+"""Number of last steps that are timed."""
 
 _SAME_BYTES = 0.01
 _SAME_SECONDS = 0.25
-"""By so much, as shares, memory and time may be off before that is worth a warning."""
+"""Shares by which memory and time may be off before a warning."""
 
 _END = "planner: end of the backward"
 """What the profiler shows there."""
@@ -38,20 +38,20 @@ _BY_MEASURED = ("measured", "recorded")
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The plan in force, and what the last steps showed of it.
+    """The plan in force, and measurements of the last steps.
 
-    Each step is timed from the call of the model to the end of its backward. Memory is what one of them held at most,
-    what is resident included. Both are None where no step has been seen yet.
+    A step is timed from the model's call to the end of its backward. The peak is of one recorded step, resident memory
+    included. Both are None before any step was measured.
     """
 
     plan: Plan
-    """What is promised."""
+    """The plan whose promises are checked."""
     steps: int = 0
     """How many steps were timed."""
     step_seconds: float | None = None
-    """Their median."""
+    """Median of their times."""
     peak_bytes: int | None = None
-    """Of the step after the last time that the status was asked for."""
+    """Peak of the step after the status was last asked for."""
 
     @property
     def overhead(self) -> float | None:
@@ -61,7 +61,7 @@ class Status:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What differs from what was promised, and what to do."""
+        """Warnings of what differs from the plan, and what to do."""
         return tuple(self._differences())
 
     def _differences(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _or_not_yet(value: Any, write: Any) -> str:
 
 
 class Meter:
-    """What ``model(...)`` runs once its status was asked for: the planned call, timed, one call at a time recorded."""
+    """What ``model(...)`` runs once its status was asked for: the planned call, timed, and one of them recorded."""
 
     def __init__(self, model: nn.Module, running: PlannedModel) -> None:
         self._running = running
@@ -122,7 +122,7 @@ class Meter:
         self._running.stop()
 
     def status(self) -> Status:
-        """Return what was seen so far; the next step is recorded."""
+        """Return the measurements so far, and record the next step."""
         assert self._running.plan is not None
         self._take()
         self._records_next = True
@@ -147,14 +147,14 @@ class Meter:
         return result
 
     def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Say what calls have in common for which nothing is captured anew: a profiler would get in its way."""
+        """Return a key of calls that need no new capture: a profiler would disturb one."""
         model = self._model_of()
         leaves = leaves_of((args, kwargs))
         told = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
         return model is not None and model.training, told
 
     def _take(self) -> None:
-        """Take down what the last step showed, unless it made another plan, or had no backward."""
+        """Store the last step's measurements, unless it replanned or had no backward."""
         step, self._step = self._step, None
         peak_bytes = step.close() if step is not None else None
         if self._running.plan is not self._plan:
@@ -188,7 +188,7 @@ class _Step:
         self._begun = time.perf_counter()
 
     def end(self) -> None:
-        """Note that the backward has ended; a second one of the same step does not count."""
+        """Record the end of the backward; a second backward of the same step does not count."""
         if self.seconds is not None:
             return
         if self._device.type == "cuda":
@@ -200,7 +200,7 @@ class _Step:
         self.seconds = time.perf_counter() - self._begun
 
     def close(self) -> int | None:
-        """Return the most that the step held above what was there before, if it was recorded to its end."""
+        """Return the step's peak above the memory before it, if it was recorded to its end."""
         self._stack.close()
         if not self.recorded or self.seconds is None:
             return None
@@ -212,5 +212,5 @@ class _Step:
 
 
 def metered(model: nn.Module, running: PlannedModel) -> Meter:
-    """Return the meter of a model's calls: the one that is there, or a new one."""
+    """Return the existing meter of a model's calls, or a new one."""
     return running if isinstance(running, Meter) else Meter(model, running)

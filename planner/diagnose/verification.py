@@ -26,24 +26,23 @@ from planner.plans.plan import MeasuredEager, Plan, Verification
 from planner.session.step import options_of
 
 ROUNDED = 0.05
-"""How far loss and gradients may be off where the same is computed but rounded otherwise, as a share of their length.
-Values that are rounded on their way to the host, or a captured step beside eager's, put them some thousandths off; what
-is further off magnifies it, and is not to pass for that."""
+"""How far loss and gradients may differ, as a share of their norm, where the same is computed with other rounding. A
+captured step beside eager's differs by some thousandths; a larger difference is no rounding error."""
 
 NOISE = 4.0
-"""How many times as far as two steps without the plan are apart one with it may be, where kernels add in another order
-in every run. That distance is of one pair of steps, and the next pair is as likely to be further apart as nearer."""
+"""Tolerance in multiples of the distance of two steps without the plan, where kernels are not deterministic. That
+distance is of one pair of steps; another pair may well be further apart."""
 
 _NOWHERE_NEAR = 1e9
 """An error in place of one that is no number: JSON has none such."""
 
 _ANY_BYTES = 2**60
-"""A budget that every step keeps."""
+"""A budget that is never exceeded."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step left behind: copies, so that later steps do not touch them."""
+    """Copies of one step's results."""
 
     loss: tuple[torch.Tensor, ...]
     gradients: dict[str, torch.Tensor | None]
@@ -120,19 +119,19 @@ def verify(
 
 
 def bits_may_differ(device: torch.device) -> bool:
-    """Whether kernels may give other bits in every run: on CUDA some do, unless torch is told to leave them."""
+    """Whether kernels may be non-deterministic: on CUDA some are, unless torch is told to avoid them."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return device.type == "cuda" and not strict
 
 
 def _overhead(rounds: Sequence[Mapping[str, float]], of: str) -> float:
-    """Return the median overhead of the plan; a machine that becomes slower meanwhile does not count."""
+    """Return the median of paired overheads: a machine that slows down does not count."""
     return statistics.median(seconds["planned"] / seconds[of] for seconds in rounds) - 1.0
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that runs as whatever stands in for the model's call says."""
+    """A training step with a replaceable model call."""
 
     model: nn.Module
     inputs: Inputs
@@ -148,12 +147,12 @@ class _Step:
         return outputs
 
     def round(self, ways: Mapping[str, Callable[..., Any]], *, backwards: bool) -> dict[str, float]:
-        """Return the seconds of one step each way; in which order, so that none always goes first."""
+        """Return the seconds of one step each way, in alternating order."""
         order = reversed(list(ways)) if backwards else ways
         return {name: self.seconds(ways[name]) for name in order}
 
     def measured(self, running: Callable[..., Any], start: _ModelState) -> tuple[int, StepResult]:
-        """Return what the second step allocates, and leaves behind; the first captures, plans and compiles."""
+        """Return the second step's peak and results; the first one captures, plans and compiles."""
         model = self.model
         with as_its_class(model), calling(model, running):
             self.run()
@@ -182,7 +181,7 @@ class _Step:
 def compare(
     expected: StepResult, actual: StepResult, *, tolerance: float = 0.0, in_roundings: bool = True
 ) -> list[str]:
-    """Say in one line each what differs between two steps.
+    """Return one line for each difference between two steps.
 
     The tolerance is how long the difference of two tensors may be, as a share of the expected one's length (both
     Euclidean), for float32; as many roundings for other types if it is ``in_roundings``, else the same share. A
@@ -225,13 +224,13 @@ def distance(expected: StepResult, actual: StepResult) -> float:
 
 
 def _shortest(expected: StepResult) -> float:
-    """Return the length that a gradient counts as at least."""
+    """Return the least norm that a gradient counts with."""
     gradients = [g for g in expected.gradients.values() if g is not None]
     return 0.01 * torch.stack([g.to_dense().norm().double() for g in gradients]).norm().item() if gradients else 0.0
 
 
 def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool = True) -> float:
-    """Return the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
+    """Return the norm of a difference as a share of the expected norm, scaled to roundings of float32."""
     if bitwise_equal(expected, actual):
         return 0.0
     if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
@@ -258,7 +257,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _ModelState:
-    """Buffers, gradients, random state and what a step writes into, so that both ways start from the same."""
+    """The state that a step starts from: buffers, gradients, random states, and whatever a step writes into."""
 
     def __init__(self, model: nn.Module, written: Sequence[torch.Tensor]) -> None:
         self.written = [(tensor, tensor.detach().clone()) for tensor in written]
@@ -277,7 +276,7 @@ class _ModelState:
 
 @contextmanager
 def _restored(model: nn.Module, inputs: Inputs) -> Iterator[_ModelState]:
-    """Let steps begin without gradients, and leave the model as it was; give what every step begins with."""
+    """Let steps begin without gradients, and restore the model afterwards; give the state that steps begin with."""
     with as_its_class(model), parts_as_written(model):
         state = _ModelState(model, written_by(model, inputs))
     gradients = {name: p.grad for name, p in model.named_parameters()}

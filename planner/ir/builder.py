@@ -1,7 +1,7 @@
 """Builds a :class:`~planner.ir.graph.TrainingGraph`, operation by operation.
 
-Whichever way a step comes in (captured whole, recorded as eager runs it, or by blocks), its keys, its loss, the
-rounding of its sizes and the way back to what its operations were made of are the same.
+All three ways in (whole capture, recorded eager step, blocks) share it, so keys, loss, rounding of sizes and the tables
+that lead back to fx nodes are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ state is a host tensor, so it costs nothing on the device."""
 
 
 class Keys:
-    """Hands out keys ``module|target|phase+occurrence``, the same for the same model each time."""
+    """Hands out keys ``module|target|phase+occurrence``, which are stable between captures of a model."""
 
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, str, str]] = Counter()
@@ -37,12 +37,12 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """What a step is lowered for, beside what runs in it.
+    """The surroundings that a step is lowered for.
 
-    ``static_bytes`` are resident before it, by kind; ``kinds`` is the class of each module that can be called, by its
-    path; ``loss`` is what a loss outside the model takes. Random states take the memory that is planned if that is
-    ``on_cpu``. Each gradient is spread over ``gradient_shards`` devices once it is there. Where a step
-    ``finds_gradients``, those of earlier backwards are there.
+    ``static_bytes`` are resident before it, by kind; ``kinds`` has the class of each callable module, by path; ``loss``
+    is the memory of a loss outside the model. Random states count only if the planned memory is ``on_cpu``. Each
+    gradient is spread over ``gradient_shards`` devices once complete. A step that ``finds_gradients`` adds to those of
+    earlier backwards.
     """
 
     alignment_bytes: int
@@ -65,9 +65,9 @@ class GraphBuilder(Generic[Node]):
         self.operations: list[Operation] = []
         self.values: list[Value] = []
         self.made: set[int] = set()
-        """Values that an operation has made by now."""
+        """Values that operations have made so far."""
         self.operation_nodes: list[Node | None] = []
-        """What operations were made of; None where nothing of the model stands behind one."""
+        """For each operation the node it was made of; None if it has none in the model."""
         self.value_nodes: list[Node | None] = []
 
     def aligned(self, size_bytes: int) -> int:
@@ -76,13 +76,13 @@ class GraphBuilder(Generic[Node]):
 
     @property
     def random_state_bytes(self) -> int:
-        """What a random operation that is to run again keeps of the memory that is planned."""
+        """Bytes of planned memory that a recomputed random operation holds for its state."""
         return self.aligned(CPU_RANDOM_STATE_BYTES) if self.context.on_cpu else 0
 
     def add_value(
         self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None
     ) -> int:
-        """Add a value, whose size is rounded up, and give its index."""
+        """Add a value with its size rounded up, and return its index."""
         value = Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained)
         return self._append_value(value, node)
 
@@ -103,7 +103,7 @@ class GraphBuilder(Generic[Node]):
         dtype: str = "",
         **facts: Any,
     ) -> int:
-        """Add an operation of the phase that the step is in, and give its index."""
+        """Add an operation in the current phase, and return its index."""
         return self.append(
             Operation(
                 name=name,
@@ -120,14 +120,14 @@ class GraphBuilder(Generic[Node]):
         )
 
     def append(self, operation: Operation, node: Node | None = None) -> int:
-        """Add an operation as it is, and give its index."""
+        """Add an operation, and return its index."""
         self.operations.append(operation)
         self.made.update(operation.outputs)
         self.operation_nodes.append(node)
         return len(self.operations) - 1
 
     def add_loss_values(self) -> list[int]:
-        """Add what a loss outside the graph takes: what it works with, and what stays behind it."""
+        """Add the memory of a loss outside the graph: its working memory, and what it holds to the end."""
         loss = self.context.loss
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
         working = Value(name="loss workspace", size_bytes=loss.working_bytes)
@@ -135,7 +135,7 @@ class GraphBuilder(Generic[Node]):
         return [self._append_value(value) for value in (working, held) if value.size_bytes]
 
     def add_loss(self, reads: Iterable[int], makes: Iterable[int]) -> int:
-        """Add the operation between forward and backward; what comes next is of the backward."""
+        """Add the operation between forward and backward; later operations belong to the backward."""
         self.phase = Phase.BACKWARD
         return self.append(
             Operation(
@@ -151,7 +151,7 @@ class GraphBuilder(Generic[Node]):
         )
 
     def finish(self) -> TrainingGraph:
-        """Return the graph of what was added."""
+        """Return the finished graph."""
         return TrainingGraph(
             operations=tuple(self.operations),
             values=tuple(self.values),

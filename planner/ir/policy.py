@@ -1,4 +1,4 @@
-"""What a person decides of single operations beside a budget.
+"""What a user's policy decides on single operations, beside the budget.
 
 A *policy* is a function of an operation. It answers ``"save"`` (the operation runs once), ``"recompute"`` (none of its
 results is held from the forward to the backward), ``"offload"`` (its results wait in the host's memory in between), or
@@ -17,15 +17,15 @@ from planner.ir.schedule import Schedule
 
 Choice = Literal["save", "recompute", "offload"]
 CHOICES: tuple[Choice, ...] = ("save", "offload", "recompute")
-"""In this order where two operations that run as one have different answers."""
+"""In order of precedence, for operations that run as one and have different answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOperation:
-    """What a policy is told of an operation of the forward."""
+    """The facts of a forward operation that a policy is given."""
 
     name: str
-    """Of the operator: ``"mm"``, ``"gelu"``, ``"_scaled_dot_product_flash_attention"``."""
+    """Name of the operator: ``"mm"``, ``"gelu"``, ``"_scaled_dot_product_flash_attention"``."""
     module: str
     """Path of the module that calls it, ``"h.0.mlp"``; ``""`` is the model itself."""
     signature: str
@@ -47,19 +47,18 @@ class Decisions:
     recompute: frozenset[int] = frozenset()
     offload: frozenset[int] = frozenset()
     ignored: tuple[str, ...] = field(default=())
-    """Keys of operations that the policy wants to recompute or offload, and that cannot be."""
+    """Keys of operations that the policy wants to recompute or offload although that is impossible."""
 
     @property
     def moves(self) -> bool:
-        """Whether some value may not be held from the forward to the backward."""
+        """Whether the policy recomputes or offloads some value."""
         return bool(self.recompute or self.offload)
 
 
 def decide(graph: TrainingGraph, policy: Policy, *, can_offload: bool) -> Decisions:
     """Ask a policy about each operation of the forward whose results the backward reads, in O(operations).
 
-    A UsageError says that an answer is none of :data:`CHOICES` and not None, or that values are to be offloaded where
-    no host memory was given.
+    UsageError if an answer is neither None nor in :data:`CHOICES`, or offloads although no host memory was given.
     """
     found: dict[Choice, set[int]] = {choice: set() for choice in CHOICES}
     ignored: list[str] = []
@@ -113,7 +112,7 @@ def read_by_backward(graph: TrainingGraph, index: int) -> list[int]:
 
 
 def run_once(graph: TrainingGraph, decisions: Decisions) -> TrainingGraph:
-    """Return the graph in which what is to be saved or offloaded cannot be recomputed."""
+    """Return the graph with saved and offloaded operations marked as not recomputable."""
     once = decisions.save | decisions.offload
     if not once:
         return graph
@@ -125,9 +124,9 @@ def run_once(graph: TrainingGraph, decisions: Decisions) -> TrainingGraph:
 
 
 def held_against(graph: TrainingGraph, decisions: Decisions, schedule: Schedule) -> set[int]:
-    """Return the operations that read, in the backward, a decided value which the forward left.
+    """Return the operations that violate a policy: in the backward they read a copy that the policy forbids to hold.
 
-    Where this is empty, a schedule follows the policy. O(runs x inputs).
+    A schedule follows the policy if there are none. O(runs x inputs).
     """
     decided = {u for index in decisions.recompute | decisions.offload for u in graph.operations[index].outputs}
     turn = schedule.first_runs().get(backward_begins(graph) - 1, -1)

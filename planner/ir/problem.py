@@ -1,4 +1,4 @@
-"""The planning problem that a solver gets, and the solution that it returns."""
+"""The planning problem that a solver is given, and the solution that it returns."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from planner.ir.simulator import Evaluation, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A graph, what each of its operations costs, and the bytes that the step may allocate."""
+    """A graph, the cost of each operation, and the bytes that the step may allocate."""
 
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     budget_bytes: int
     """Bound on the simulated peak, above what is resident before the step."""
     host: Host | None = None
-    """Where values may be offloaded to; without it none may."""
+    """Host memory for offloaded values; None if nothing may be offloaded."""
     regions: tuple[Region, ...] | None = None
-    """Calls of modules that can be checkpointed, where nothing else can be recomputed or offloaded."""
+    """Module calls that can be checkpointed, if nothing else can be recomputed or offloaded."""
     decisions: Decisions = field(default_factory=Decisions)
-    """What a policy decided; see :mod:`planner.ir.policy`."""
+    """Decisions of a policy; see :mod:`planner.ir.policy`."""
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.graph.operations):
@@ -40,11 +40,11 @@ class Problem:
         return simulate(self.graph, self.costs, Schedule.keep_all(self.graph))
 
     def without_policy(self) -> Problem:
-        """Return the problem of those who follow no policy: what it saves cannot be recomputed all the same."""
+        """Return the problem without its policy; operations that the policy saves stay unrecomputable."""
         return replace(self, decisions=Decisions())
 
     def evaluate(self, schedule: Schedule) -> Evaluation:
-        """Simulate a schedule; what was simulated last is at hand."""
+        """Simulate a schedule; the last result is cached."""
         last: tuple[Schedule, Evaluation] | None = self.__dict__.get("_last")
         if last is None or last[0] != schedule:
             last = schedule, simulate(self.graph, self.costs, schedule, self.host)
@@ -62,22 +62,22 @@ class Solution:
     recompute_seconds: float
     """Time of all recomputations."""
     lower_bound_seconds: float = 0.0
-    """Proven: no plan within the budget, in this base order, adds less to the step. 0 proves nothing."""
+    """Proven lower bound: no plan within the budget, in this base order, adds less time. 0 proves nothing."""
     solve_seconds: float = 0.0
     """Time spent solving."""
     regions: tuple[Region, ...] = ()
     """The regions that are chosen, in the way that they are, where some send values to the host."""
     stall_seconds: float = 0.0
-    """Time of waiting for transfers. The sum of both is held against the simulator, and :func:`planner.solve` then
-    gives each as simulated: a solver need not tell them apart."""
+    """Time of waiting for transfers. Only the sum of both is checked by the simulator; :func:`planner.solve` then
+    splits it as simulated, so a solver need not."""
     captured_seconds: float | None = None
-    """If first runs are in another order than the graph's: what the cheapest plan found in that adds. None if none
-    was found, or nobody looked."""
+    """If first runs are in another order than the graph's: added time of the cheapest plan in the graph's order, if one
+    was searched for and found."""
 
     halfway_added_seconds: float | None = None
-    """What the best plan added when half of the time that solving took was over; None if there was none then."""
+    """Added time of the best plan at half of the solving time, if there was one."""
     halfway_bound_seconds: float | None = None
-    """The bound at that time; None where nobody looked at either."""
+    """The bound at that time, if recorded."""
 
     @classmethod
     def simulated(
@@ -89,7 +89,7 @@ class Solution:
         lower_bound_seconds: float = 0.0,
         regions: tuple[Region, ...] = (),
     ) -> Solution:
-        """Claim of a schedule what was simulated; a bound above that, by a rounding, is cut off."""
+        """Return a solution that claims what was simulated; a bound above that by rounding is clipped."""
         return cls(
             solver=solver,
             schedule=schedule,
@@ -102,7 +102,7 @@ class Solution:
 
     @property
     def added_seconds(self) -> float:
-        """What the schedule takes beyond the step without it: recompute, and waiting for transfers."""
+        """Time added to the step: recompute, and waiting for transfers."""
         return self.recompute_seconds + self.stall_seconds
 
     @property
@@ -113,7 +113,7 @@ class Solution:
 
 
 def confirm(problem: Problem, solution: Solution) -> Evaluation:
-    """Simulate a solution; ClaimMismatchError if peak, time or bound are not as claimed, or the budget is broken."""
+    """Simulate a solution; ClaimMismatchError if peak, time or bound are not as claimed, or the budget is exceeded."""
     evaluation = problem.evaluate(solution.schedule)
     tolerance = 1e-9 * max(evaluation.seconds, 1e-12)
     wrong = None

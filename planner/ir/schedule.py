@@ -4,9 +4,9 @@ The order alone fixes all lifetimes, because a value is freed right after the la
 reads it, as boxed generated code does. Running an operation again makes a new copy of its
 outputs; runs after it read the new copy, so the old one dies at its last use before.
 
-A value may also be offloaded: sent to the host's memory when it is first made, let go, and fetched
-before it is read again. Where in the order it leaves and returns is part of the schedule, so that
-bytes do not depend on how long a transfer takes; what depends on it is how long a run waits.
+A value may also be offloaded: sent to the host's memory when it is first made, freed on the device, and
+fetched before it is read again. The positions at which it leaves and returns are part of the schedule, so
+memory does not depend on how long a transfer takes; only waiting times do.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Offload:
     """A value that waits in the host's memory between two uses."""
 
     value: int
-    """Sent right after the run that first makes it."""
+    """The value, sent right after the run that first makes it."""
     leaves: int
-    """Position in the order: right before that run its first copy is freed, which waits for the sending to end."""
+    """Position in the order: its first copy is freed right before that run, once sending has ended."""
     returns: tuple[int, ...]
-    """Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run that
-    reads the copy waits for that to end."""
+    """Positions: right before each of these runs a new copy is allocated and fetching begins. The first run that reads
+    the copy waits until it is fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operation indices in the order of their runs; and what is offloaded meanwhile.
+    """Operation indices in the order of their runs, and the offloaded values.
 
-    First runs are in base order, but for a schedule that was found in another: see :mod:`planner.ir.order`.
+    First runs are in base order, unless the schedule was found in another order: see :mod:`planner.ir.order`.
     """
 
     order: tuple[int, ...]
@@ -48,14 +48,14 @@ class Schedule:
 
     @classmethod
     def as_written(cls, graph: TrainingGraph) -> Schedule:
-        """Return the schedule that runs again what the model's own backward computes again."""
+        """Return the schedule of the model's own checkpointing: what its backward recomputes is recomputed."""
         again = [operation for operation in graph.operations if operation.again and operation.recomputable]
         dropped = [value for operation in again for value in operation.outputs]
         return recompute_lazily(graph, {graph.loss_index: dropped}) if dropped else cls.keep_all(graph)
 
     @classmethod
     def with_recomputations(cls, graph: TrainingGraph, before: Mapping[int, Sequence[int]]) -> Schedule:
-        """Run again, right ``before`` operations of the base order, what is named for each, in this order."""
+        """Return the schedule that recomputes, right ``before`` operations of the base order, what is named for each."""
         order: list[int] = []
         for index in range(len(graph.operations)):
             order.extend(before.get(index, ()))
@@ -67,7 +67,7 @@ class Schedule:
         return {index: position for position, index in reversed(tuple(enumerate(self.order)))}
 
     def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
-        """Return the values that are fetched at each position, in the order in which they are read."""
+        """Return the values that are fetched at each position, in the order of their first reads."""
         together: dict[int, list[int]] = {}
         for offload in self.offloads:
             for position in offload.returns:
@@ -85,7 +85,7 @@ class Schedule:
     def recomputations(self) -> dict[int, tuple[int, ...]]:
         """Return what is recomputed right before each operation's first run.
 
-        A ScheduleError says that first runs are not in base order, or that something is recomputed after the last one.
+        ScheduleError if first runs are not in base order, or something is recomputed after the last operation.
         """
         before: dict[int, tuple[int, ...]] = {}
         pending: list[int] = []
@@ -106,12 +106,11 @@ class Schedule:
 
 
 def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]]) -> Schedule:
-    """Carry out drops: each dropped value is made again right before the first run that reads it. O(runs x inputs).
+    """Recompute each dropped value right before the first run that reads it. O(runs x inputs).
 
-    ``dropped`` are, for a step of the base order, the values that are no longer held once the step has begun; those
-    that its operation makes or reads go when it has run. A retained value is never dropped. A copy made by
-    recomputation stays until dropped again or unused. A ScheduleError says that a value must be made again by an
-    operation that is not recomputable.
+    ``dropped`` maps a position of the base order to the values that are freed when it begins; values that its operation
+    makes or reads are freed after it. Retained values are never dropped. A recomputed copy is held until it is dropped
+    again or unused. ScheduleError if a value would have to be recomputed by an operation that is not recomputable.
     """
     operations, values, producer = graph.operations, graph.values, graph.producer
     held = [False] * len(values)

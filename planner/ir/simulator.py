@@ -1,15 +1,15 @@
 """The exact simulator: peak and time of a schedule, and the only judge of them.
 
-It follows what the generated code does. While an operation runs, its inputs, its outputs, its
-workspace and every copy that a later run reads are there; a copy nobody reads again goes right
-after the run that made or last read it; retained values stay to the end, in their first copy. An
-offloaded value is away from where the schedule lets it go to where it has it fetched.
+It follows the generated code. While an operation runs, its inputs, its outputs, its workspace and
+every copy that a later run reads are live; a copy is freed right after the run that made or last
+read it; retained values are held to the end, in their first copy. An offloaded value is not on the
+device between the positions where the schedule frees and fetches it.
 
-With a host three things go on at once, each one after the other in itself: computing, sending,
-fetching. Sending a value begins when the run that first makes it has ended and all sent before it is
-through. Where it leaves, computing waits until it is sent. Where it returns, fetching begins as soon
-as computing has come there and all fetched before it is through; of values that return together, the
-one that is read first comes first. The first run that reads a value waits for it.
+With a host there are three queues that run side by side: computing, sending, fetching. Sending a value
+begins when the run that first makes it and all earlier sends have ended. At the position where it
+leaves, computing waits until it is sent. At the position where it returns, fetching begins once
+computing has reached it and all earlier fetches have ended; of values that return together, the one
+that is read first is fetched first. The first run that reads a value waits for its fetch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from planner.ir.schedule import Schedule
 def _transfers(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None
 ) -> tuple[float, float]:
-    """Follow computing, sending and fetching: the seconds that computing waits, and those of all transfers.
+    """Return the seconds that computing waits for transfers, and the seconds of all transfers.
 
-    A ScheduleError says that there is no host, or that a value is fetched which no run reads before it is made or
-    fetched again. O(runs x inputs).
+    ScheduleError if there is no host, or a fetched copy is never read. O(runs x inputs).
     """
     if host is None:
         raise ScheduleError("the schedule offloads values, and there is no host to take them")
@@ -42,7 +41,7 @@ def _transfers(
 
     now = sending_until = fetching_until = stall_seconds = transfer_seconds = 0.0
     sent: dict[int, float] = {}
-    """When each offloaded value is through to the host."""
+    """When each offloaded value has arrived on the host."""
     arrives: dict[int, float] = {}
 
     def wait(until: float) -> None:
@@ -77,33 +76,33 @@ def _transfers(
 
 
 _AWAY = -2
-"""In place of the current copy of a value that has left."""
+"""Marks a value whose current copy is on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What the simulator found."""
+    """The simulated peak and times of a schedule."""
 
     peak_bytes: int
-    """Most bytes at any moment, above what is resident before the step."""
+    """Peak above the memory that is resident before the step."""
     peak_position: int
-    """Position in the schedule's order where the peak first stands."""
+    """First position of the peak in the schedule's order."""
     seconds: float
     """Time of all runs, and of waiting for transfers."""
     recompute_seconds: float
     """Time of the runs after each operation's first."""
     timeline_bytes: tuple[int, ...]
-    """Bytes while each run of the order is under way."""
+    """Live bytes during each run of the order."""
     stall_seconds: float = 0.0
-    """Time that runs wait for transfers: what does not hide behind them."""
+    """Time that runs wait for transfers, that is, the part not hidden behind computing."""
     transfer_seconds: float = 0.0
     """Time of all transfers, hidden or not."""
     host_bytes: int = 0
-    """Bytes of all offloaded values: each has a place of its own in the host's memory for the whole step."""
+    """Bytes of all offloaded values: each has its own place in host memory for the whole step."""
 
     @property
     def added_seconds(self) -> float:
-        """What the schedule takes beyond the step without it: recompute, and waiting for transfers."""
+        """Time added to the step: recompute, and waiting for transfers."""
         return self.recompute_seconds + self.stall_seconds
 
 
@@ -124,10 +123,10 @@ class FetchedCopy(Copy):
 def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     """Return every copy of every value that a schedule makes, with its lifetime in positions.
 
-    Where ``unread`` runs again there is none: the checkpoint that it stands for saves nothing of that.
+    A recomputed ``unread`` has no copy: the checkpoint that it stands for saves nothing of it.
 
-    A ScheduleError says that an operation reads a value that has not been made or is away, that one never runs, or
-    that one which is not recomputable runs twice. O(runs x (inputs + outputs)).
+    ScheduleError if an operation reads a value that was not made or is on the host, never runs, or runs twice and is
+    not recomputable. O(runs x (inputs + outputs)).
     """
     order, operations, values = schedule.order, graph.operations, graph.values
     end = len(order) - 1
@@ -206,9 +205,9 @@ def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int
 def simulate(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None = None
 ) -> Evaluation:
-    """Run a schedule on paper; a ScheduleError says that it cannot be run.
+    """Simulate a schedule, with one cost for each operation; ScheduleError if it cannot be run.
 
-    There is a cost for each operation. A schedule that offloads values needs the host where they go.
+    A schedule with offloaded values needs a host.
     """
     order, operations, values = schedule.order, graph.operations, graph.values
     change = [0] * (len(order) + 1)

@@ -6,70 +6,70 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 OF_THE_MODEL = ("parameters", "buffers", "inputs")
-"""What is resident because of the model itself, whatever surrounds it."""
+"""Kinds of resident memory that the model itself needs."""
 
 
 SHARDS = "gradient shards"
-"""In a plan's fingerprint: over how many ranks it spreads parameters and gradients."""
+"""Key of a plan's fingerprint: over how many ranks parameters and gradients are spread."""
 
 FINDS = "finds"
-"""In a plan's fingerprint: what earlier steps have left, gradients say."""
+"""Key of a plan's fingerprint: what a step finds of earlier ones, such as gradients."""
 
-"""In a plan's fingerprint: over how many devices it spreads each layer."""
+"""Key of a plan's fingerprint: over how many devices each layer is spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMemory:
-    """What a loss outside the captured graph takes, beside the outputs and their gradients."""
+    """Memory of a loss outside the captured graph, without the outputs and their gradients."""
 
     working_bytes: int = 0
-    """Most at a time from its first operation until the outputs have their gradients, without ``held_bytes``."""
+    """Peak from its first operation until the outputs have gradients, without ``held_bytes``."""
     held_bytes: int = 0
-    """Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from."""
+    """Held by the loss tensor until the step ends: a scalar that is a view keeps its storage."""
     is_known: bool = False
-    """Where none is known somebody may hold the gradients of the outputs to the end."""
+    """Whether a loss was recorded; if not, the outputs' gradients may be held to the end."""
     outputs: tuple[tuple[tuple[int, ...], bool], ...] | None = None
-    """Sizes of each output that has gradients, in order, and whether the loss depends on it; None if nobody knows."""
+    """For each output that requires gradients, its shape and whether the loss depends on it; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPasses:
-    """What a loss takes that is computed when the forward ends, while its backward comes later, as in a pipeline."""
+    """Memory of a loss whose backward runs later than its forward, as in a pipeline."""
 
     saved_bytes: int
-    """Between the two, without ``held_bytes``."""
+    """Held between the two, without ``held_bytes``."""
     held_bytes: int
-    """Behind the loss itself until the step ends."""
+    """Held by the loss tensor until the step ends."""
     forward_bytes: int
-    """Most at a time in its forward, beside both."""
+    """Peak of its forward, beside both."""
     backward_bytes: int
-    """Most at a time in its backward, up to the gradients of the outputs, which are left out, beside both."""
+    """Peak of its backward up to the outputs' gradients, without these, beside both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticMemory:
-    """What is resident beside the model, and what the optimizer's own step needs."""
+    """Memory that is resident around forward and backward, and temporaries of the optimizer's step."""
 
     static_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Resident through forward and backward, by kind: ``"optimizer"``, ``"gradients"``, ``"reserve"``, ..."""
     optimizer_step_bytes: int = 0
     """Temporaries of the optimizer's step, which comes after the backward and can be a second peak."""
     gradient_shards: int = 1
-    """Over how many ranks each gradient is spread once it is complete."""
+    """Over how many ranks each complete gradient is spread."""
     tensor_bytes: tuple[int, ...] = ()
-    """Size of each tensor of the model and its inputs, and last of all else but ``library_bytes``, for simulating an
-    allocator."""
+    """Sizes of the tensors of model and inputs, and as the last one all other resident memory except ``library_bytes``;
+    for simulating an allocator."""
     library_bytes: tuple[int, ...] = ()
-    """Size of each piece that matrix libraries keep, which lie by themselves."""
+    """Sizes of the workspaces that matrix libraries keep, which the allocator places separately."""
     has_caching_allocator: bool = False
-    """Whether the device's memory is handed out as CUDA does."""
+    """Whether the device has CUDA's caching allocator."""
     has_expandable_segments: bool = False
-    """Whether it is taken from the device by pages, at the end of one segment."""
+    """Whether the allocator uses expandable segments."""
     allocator_settings: str = ""
-    """What is set of the allocator that is not simulated."""
+    """Allocator settings that are not simulated."""
 
     def without(self, *kinds: str) -> StaticMemory:
-        """Return it without what is resident beside the model of some kinds."""
+        """Return a copy without some kinds."""
         gone_bytes = sum(self.static_bytes.get(kind, 0) for kind in kinds)
         static = {kind: size_bytes for kind, size_bytes in self.static_bytes.items() if kind not in kinds}
         *tensors, others = self.tensor_bytes or (0,)
@@ -77,5 +77,5 @@ class StaticMemory:
 
     @property
     def resident_bytes(self) -> tuple[int, ...]:
-        """Return the size of everything that is resident, in the order in which it is made."""
+        """Return the sizes of all resident memory, in order of allocation."""
         return (*self.tensor_bytes[:-1], *self.library_bytes, *self.tensor_bytes[-1:])

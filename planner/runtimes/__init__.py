@@ -63,8 +63,7 @@ class RuntimePlugin(Protocol):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        """Plan one step without running it; for ``reuse`` and ``must_match`` see
-        :func:`planner.session.step_planning.plan_step`."""
+        """Plan one step without running it; see :func:`planner.session.step_planning.plan_step` for the last two."""
         ...
 
     def start(

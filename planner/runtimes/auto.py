@@ -46,9 +46,9 @@ def candidates(facts: ModelFacts) -> list[str]:
     """Return the runtimes to try, in order.
 
     With several ranks there is one candidate: gradients must be sent during the backward, and all ranks must do the
-    same, so a failure on one rank is an error. It is ``modules`` if ranks share layers (``parallelize_module``) or parts of a
-    block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in torchtitan, and
-    else ``regional``.
+    same, so a failure on one rank is an error. It is ``modules`` if ranks share layers (``parallelize_module``) or
+    parts of a block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in
+    torchtitan, and else ``regional``.
     """
     pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
     if facts.has_several_ranks or facts.is_sharded:

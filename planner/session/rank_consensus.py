@@ -28,10 +28,10 @@ def plan_together(
     options: Options,
     plan: Callable[[LoweredStep], Plan],
 ) -> Plan:
-    """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks where several plan collectively.
+    """Plan the step that ``prepare`` lowers; on rank 0 for all ranks if they plan collectively.
 
-    Raises PlanMismatchError if the ranks' steps differ, naming what, and PlannerError if another rank fails, with its
-    message.
+    Raises PlanMismatchError if the ranks' steps differ, naming the difference, and PlannerError with another rank's
+    message if that fails.
     """
     if not (options.plan_collectively and has_several_ranks()):
         return plan(prepare())
@@ -40,15 +40,16 @@ def plan_together(
 
 
 def trained(model: nn.Module) -> dict[str, str | int]:
-    """Say how many parameters of a model train, which ranks must have in common."""
+    """Return the number of trained parameters, which must be equal on all ranks."""
     return {"parameters that train": sum(parameter.requires_grad for parameter in model.parameters())}
 
 
 def who_agrees(model: nn.Module, options: Options) -> list[Any]:
-    """Return the group of ranks that must run the same modules again, if there is one; None stands for all ranks.
+    """Return the group of ranks that must recompute the same modules, if any; None stands for all ranks.
 
-    Ranks that share layers do: one that ran others again would wait for ever. All ranks together make the first plan;
-    later ones, say for a last batch that only some have, only those that share layers.
+    Ranks that share layers must: recompute communicates, and a rank that recomputes other modules would wait for ever.
+    The first plan is made by all ranks together; later ones, such as for a last batch that only some ranks have, by
+    the ranks that share layers.
     """
     if not has_several_ranks():
         return []
@@ -60,7 +61,7 @@ def who_agrees(model: nn.Module, options: Options) -> list[Any]:
 def prepared_by_all(
     prepare: Callable[[], Step], facts: Callable[[Step], Mapping[str, str | int]], group: Any = None
 ) -> Step:
-    """Return what every rank prepares, if that is the same by its ``facts`` and none fails; raises as said above."""
+    """Prepare a step on every rank, and check that its ``facts`` are equal; raises as :func:`plan_together`."""
     prepared: list[Step] = []
 
     def described() -> dict[str, str | int]:
@@ -73,9 +74,9 @@ def prepared_by_all(
 
 
 def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list[Made]:
-    """Return what each rank of a group makes, by rank: plain data. If one fails, that is raised there, and told here.
+    """Return the plain data that each rank of a group makes, by rank.
 
-    PlannerError says which rank failed, doing what, or that one went away.
+    A failure is raised on its own rank; the others raise a PlannerError that names the rank, or says that one is gone.
     """
     made, failure = _attempt(make)
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -90,7 +91,7 @@ def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list
 
 
 def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: str) -> None:
-    """Raise PlanMismatchError if ranks differ in what they say of something, naming in what, with an advice."""
+    """Raise PlanMismatchError, with the differing keys and an advice, unless all ranks' facts are equal."""
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         if theirs != first:
@@ -100,7 +101,7 @@ def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: 
 
 
 def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph, group: Any = None) -> Plan:
-    """Return the plan that the first rank of a group makes, which every rank can carry out on its graph."""
+    """Return the plan that the first rank of a group makes, after checking that this rank's graph can run it."""
     plan: Plan | None = None
     failure: Exception | None = None
     first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]

@@ -1,7 +1,7 @@
 """Bytes of a captured step at new input sizes, by expressions in the symbols of its sizes.
 
-The graph stays; the bytes of its values, what is resident, and the workspace of its kernels are those of the sizes at
-hand. A formula is a guess until another size, made plain too, was found to be what it says: see :meth:`agrees`.
+The graph stays the same; bytes of values, resident memory and workspace follow from the sizes. A formula is a guess
+until another specialized size confirms it: see :meth:`SizedStep.agrees`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from planner.session.step import LoweredStep, PlannedStep, called_with, fingerpr
 
 
 class UnknownSizeError(Exception):
-    """A formula that was not found: the step is then made plain for each size."""
+    """No formula was found: the step is then specialized for each size."""
 
 
 class SizedCalls:
-    """Calls like those of nodes of a step that was made plain, at any sizes.
+    """Calls of a specialized step's nodes, at any sizes.
 
-    How their tensors follow from sizes is found once; UnknownSizeError if some do not.
+    How their tensors' layouts follow from sizes is found once; UnknownSizeError if one does not.
     """
 
     def __init__(self, nodes: Iterable[fx.Node], known: Sizes) -> None:
         self._calls = [_Call(node, known) for node in nodes]
 
     def at(self, sizes: Sizes) -> Iterator[fx.Node]:
-        """Return the calls at some sizes, as nodes that the next sizes change; UnknownSizeError as above."""
+        """Return the calls at some sizes, as nodes that the next use of this changes; UnknownSizeError as above."""
         return (call.at(sizes) for call in self._calls)
 
 
@@ -77,7 +77,7 @@ class _Call:
 
 
 def _sized(node: fx.Node, known: Sizes, mode: FakeTensorMode) -> Any:
-    """Return what a node holds, with layouts in place of tensors."""
+    """Return a node's value with layouts in place of tensors."""
 
     def layouts(plain: Any, symbolic: Any) -> Any:
         if isinstance(plain, (list, tuple)):
@@ -89,21 +89,20 @@ def _sized(node: fx.Node, known: Sizes, mode: FakeTensorMode) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Shape and strides of a tensor at any sizes, in symbols."""
+    """Shape and strides of a tensor as expressions in sizes."""
 
     plain: Tensor
     shape: tuple[Any, ...]
     strides: tuple[Any, ...]
-    """None along what is one element long, for the one from which the next dimension goes on."""
+    """None along a dimension of one element: the stride that makes the layout dense."""
     mode: FakeTensorMode
 
     @classmethod
     def of(cls, plain: Tensor, symbolic: Any, known: Sizes, mode: FakeTensorMode) -> _Layout:
-        """Find the layout of a tensor that is there at known sizes.
+        """Find the layout of a tensor that exists at known sizes.
 
-        Along a dimension of one element, kernels may choose another stride than tracing with symbols does: the one from
-        which the next dimension goes on, or none if a number was expanded. Elsewhere a stride that differs means that
-        nothing is known.
+        Along a dimension of one element, kernels may choose another stride than symbolic tracing: the dense one, or 0
+        if a number was expanded. Any other stride that differs raises UnknownSizeError.
         """
         if not isinstance(symbolic, Tensor):
             raise UnknownSizeError("a kernel lays its result out in its own way")
@@ -123,7 +122,7 @@ class _Layout:
         return cls(plain, shape, tuple(strides), mode)
 
     def at(self, sizes: Sizes) -> Tensor:
-        """Return such a tensor without data, on memory of its own."""
+        """Return a fake tensor of this layout at some sizes."""
         plain, shape = self.plain, [*map(sizes.of, self.shape)]
         strides = [0] * len(shape)
         for d in reversed(range(len(shape))):
@@ -139,24 +138,24 @@ class _Layout:
 
 
 def _whole(shape: Sequence[int], strides: Sequence[int], dimension: int) -> int:
-    """Return over how much memory a dimension goes; 1 beyond the last."""
+    """Return the extent of a dimension in memory; 1 beyond the last."""
     return shape[dimension] * strides[dimension] if dimension < len(shape) else 1
 
 
 @dataclass(frozen=True, eq=False)
 class SizedStep:
-    """One planned step, and how its bytes follow from sizes."""
+    """One planned step, with formulas for its bytes at other sizes."""
 
     model: nn.Module
     step: LoweredStep
     study: Study
     sizes: Sizes
-    """At which the step was made plain."""
+    """Sizes that the step was specialized for."""
 
     def lowered_at(self, given: Sequence[Any], sizes: Sizes) -> LoweredStep:
-        """Return the step for what the program is given, its operations as they were at the sizes that are known.
+        """Return the step at other sizes, with the operations of the known ones.
 
-        UnknownSizeError if a kernel keeps what no formula says: with the bytes of other sizes it would run astray.
+        UnknownSizeError if a kernel saves a buffer whose size only it knows: it must not run on one of another size.
         """
         if self._asks_kernels:
             raise UnknownSizeError("only a kernel says how much it keeps")
@@ -168,7 +167,7 @@ class SizedStep:
         return replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
 
     def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
-        """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
+        """Return the step and its study at other sizes; UnknownSizeError if a formula is missing."""
         step = self.lowered_at(given, sizes)
         graph, around = step.lowered.graph, step.static_memory
         costs = _scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
@@ -192,12 +191,12 @@ class SizedStep:
     def planned(
         self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None, plan_study: Callable[[Study], Plan]
     ) -> PlannedStep:
-        """Plan the step for what the program is given, with what eager's needs there."""
+        """Plan the step at other sizes, with eager's peak there."""
         step, study = self.at(given, sizes, eager)
         return PlannedStep.of(step, study, plan_study(study))
 
     def agrees(self, other: SizedStep, given: Sequence[Any]) -> bool:
-        """Whether what is said here of the sizes of another step is what that is."""
+        """Whether the formulas give another specialized step exactly."""
         try:
             _, study = self.at(given, other.sizes)
         except UnknownSizeError:
@@ -226,7 +225,7 @@ class SizedStep:
 
     @cached_property
     def _formulas(self) -> tuple[Any, ...]:
-        """For each value, its bytes in symbols."""
+        """For each value, an expression of its bytes, or a number."""
         lowered = self.step.lowered
         makers = [lowered.operation_nodes[index] for index in lowered.graph.producer]
         nodes = [*lowered.value_nodes, *[None] * (len(makers) - len(lowered.value_nodes))]
@@ -249,7 +248,7 @@ class SizedStep:
         return round_up(size_bytes, self.step.lowered.graph.alignment_bytes)
 
     def _around(self, inputs: Sequence[Tensor]) -> StaticMemory:
-        """Return what is resident, with these inputs."""
+        """Return the resident memory with these inputs."""
         around, alignment = self.step.static_memory, self.step.lowered.graph.alignment_bytes
         now = {id(tensor): tensor for tensor in inputs}
         sizes = around.tensor_bytes
@@ -260,7 +259,7 @@ class SizedStep:
         return replace(around, static_bytes=resident, tensor_bytes=sizes)
 
     def inputs(self, given: Sequence[Any]) -> list[Tensor]:
-        """Return what the model is called with, of all that the program is given: parameters and buffers stay."""
+        """Return the model's inputs among all that the program is given; the rest are parameters and buffers."""
         tensors = [x for x in given if isinstance(x, Tensor)]
         return [tensors[position] for position in self._positions]
 
@@ -273,12 +272,12 @@ class SizedStep:
     # What operations cost.
 
     def _workspaces_of_all(self, sizes: Sizes) -> list[int]:
-        """Return what each operation needs, measured where there was some."""
+        """Return each operation's workspace, measured again if it had some."""
         measured = self._workspaces(sizes)
         return [measured.get(index, cost.workspace_bytes) for index, cost in enumerate(self._single_costs)]
 
     def _workspaces(self, sizes: Sizes) -> dict[int, int]:
-        """Measure the workspace of what has some."""
+        """Measure the workspace of operations that have some."""
         signatures, texts, calls = self._with_workspace
         found = dict(zip(texts, of_calls([*calls.at(sizes)], of_model(self.model), TO_RUN), strict=True))
         operations = self.step.lowered.graph.operations
@@ -286,7 +285,7 @@ class SizedStep:
 
     @cached_property
     def _with_workspace(self) -> tuple[dict[int, str], list[str], SizedCalls]:
-        """Operations whose kernels need some, by index, as signatures; these, each once; and a call of each."""
+        """Operations with workspace: signatures by index, the distinct signatures, and one call of each."""
         lowered, signatures = self.step.lowered, {}
         for index, (operation, cost) in enumerate(zip(lowered.graph.operations, self._single_costs, strict=True)):
             if operation.signature and cost.workspace_bytes > operation.state_bytes:
@@ -297,7 +296,7 @@ class SizedStep:
 
 
 def _sizes_about(node: fx.Node | None) -> Iterator[Any]:
-    """Return, in symbols, bytes that a value made by a node may have: its own, or those of what the node reads."""
+    """Yield expressions that may be the bytes of a node's value: of its own result, or of what it reads."""
     if node is None:
         return
     read = list(node.all_input_nodes)
@@ -306,7 +305,7 @@ def _sizes_about(node: fx.Node | None) -> Iterator[Any]:
 
 
 def _sizes_of(node: fx.Node) -> Iterator[Any]:
-    """Return, in symbols, the bytes of what a node makes: of the memory, and of what is seen of it."""
+    """Yield expressions for the bytes of a node's results: of the storage, and of the tensor."""
     recorded = node.meta.get(SYMBOLIC_VALUE, node.meta.get("val"))
     for tensor in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
         if isinstance(tensor, Tensor):
@@ -315,7 +314,7 @@ def _sizes_of(node: fx.Node) -> Iterator[Any]:
 
 
 def _resized(graph: TrainingGraph, values_bytes: Sequence[int], static_bytes: Mapping[str, int]) -> TrainingGraph:
-    """Return a graph with values of these bytes, and this much resident around it."""
+    """Return a graph with other bytes of values and of resident memory."""
     values = tuple(
         value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
         for value, size_bytes in zip(graph.values, values_bytes, strict=True)
@@ -326,7 +325,7 @@ def _resized(graph: TrainingGraph, values_bytes: Sequence[int], static_bytes: Ma
 def _scaled(
     costs: Sequence[OperationCost], before: TrainingGraph, now: TrainingGraph, workspaces_bytes: Sequence[int]
 ) -> tuple[OperationCost, ...]:
-    """Return costs with times scaled by the bytes that operations touch, and these workspaces."""
+    """Return costs with times scaled by the bytes that operations touch, and with other workspaces."""
     made = []
     for operation, cost, workspace_bytes in zip(before.operations, costs, workspaces_bytes, strict=True):
         touched = (*operation.inputs, *operation.outputs)

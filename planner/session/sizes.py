@@ -24,37 +24,37 @@ from planner.session.step import Options, captured, elsewhere_for, lower_as_run,
 from planner.session.step_planning import chunked
 
 Program = tuple[JointGraph, Sequence[Any]]
-"""A joint graph with symbols, and what it is given."""
+"""A symbolic joint graph, and its inputs."""
 
 
 class StudiesBySize:
-    """Studies of a model's step at sizes of its inputs.
+    """Studies of a model's step at several input sizes.
 
-    The first size is captured as it is, where no other is expected. Else the program is captured with symbols for what
-    differs, and serves all sizes: with numbers in place of symbols it is the step that a capture at that size gives. A
-    size that the program does not hold for (of one row, often) is captured by itself.
+    If only one size is expected, it is captured as it is. Otherwise one symbolic capture serves all sizes: with numbers
+    in place of symbols it is what a capture at that size gives. A size that its guards exclude (often a batch of one)
+    is captured by itself.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._options = model, options
         self._sizes: list[list[torch.Size]] = []
-        """Of inputs that were asked about, or will be."""
+        """Sizes of inputs that were or will be asked about."""
         self._call: IsolatedCall | None = None
-        """What is captured with symbols."""
+        """The symbolic capture."""
         self._may_vary = True
 
     def are_of(self, other: nn.Module) -> bool:
-        """Whether a model differs in nothing but its numbers: in no size of a tensor, and no plain attribute."""
+        """Whether another model has equal tensor shapes and plain attributes, so that its step is the same."""
         return _make(self._model) == _make(other)
 
     def expect(self, others: Iterable[Inputs]) -> None:
-        """Say which other inputs will be asked about: one of each kind will do."""
+        """Announce inputs that will be asked about; one of each varying dimension is enough."""
         self._sizes += map(_sizes_of, others)
 
     def at(self, inputs: Inputs, loss_fn: LossFunction | None = None, *, beside_eager: bool = False) -> Study:
-        """Return the step for these inputs; a CaptureError says that it cannot be captured.
+        """Return the study of the step for these inputs; CaptureError if it cannot be captured.
 
-        What eager needs is recorded only if that is asked for: budgets of other sizes are bytes.
+        Eager's own step is recorded only with ``beside_eager``.
         """
         model = self._model
         options = with_loss(model, self._options, loss_fn, inputs)
@@ -71,7 +71,7 @@ class StudiesBySize:
         return study_lowered(model, step, options)
 
     def _program(self, inputs: Inputs, options: Options) -> Program | None:
-        """Return the program with symbols that serves these inputs, and what they give it."""
+        """Return the symbolic program that serves these inputs, or None."""
         is_first = not self._sizes
         self._sizes.append(_sizes_of(inputs))
         if is_first or not self._may_vary:
@@ -84,7 +84,7 @@ class StudiesBySize:
 
     @timings.stage("capture")
     def _of_symbols(self, inputs: Inputs, options: Options) -> Program | None:
-        """Return the program with symbols for these inputs; None if it does not hold for them."""
+        """Capture these inputs with symbols, or reuse that capture; None if its guards exclude them."""
         varying = varying_dimensions(inputs, self._sizes)
         if not varying or min(tensor.shape[d] for tensor, dimensions in varying for d in dimensions) < 2:
             return None  # torch takes a size of one for a number
@@ -130,5 +130,5 @@ def _make(model: nn.Module) -> list[Any]:
 
 
 def _stop(*captured: Any) -> NoReturn:
-    """Give back what was captured: a joint graph, and if that has symbols what it is given."""
+    """Stop with what was captured: a joint graph, and its inputs if it is symbolic."""
     raise Stopped(*captured)

@@ -1,7 +1,7 @@
 """Lower, cost and plan a captured step, or reuse a plan that fits it.
 
-Planning without running (``planner.api.plan``) and running (``planner.runtimes``) both come
-through here, so both see the same graph.
+Planning alone (``planner.api.plan``) and running (``planner.runtimes``) both come through here, so both see the same
+graph.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from planner.session.fingerprint import fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a person asks of a plan, in groups, and what is found out about the step before it is planned."""
+    """What a user asks of a plan, in groups, and what is known of the step before it is planned."""
 
     budget: Budget = Budget()
     search: Search = Search()
@@ -83,41 +83,41 @@ class Options:
     policy: Policy | None = None
     name: str = ""
     reused_plan: Plan | None = None
-    """Its static memory is taken in place of what ``training`` says."""
+    """A plan to apply: its static memory replaces that of ``training``."""
     loss: LossMemory | None = None
-    """What a loss outside the captured graph takes; None if none is known."""
+    """Memory of a loss outside the captured graph, if known."""
     eager: Study | CaptureError | None = None
-    """The model's own step, recorded, or why it could not be; None where nobody asked."""
+    """The recorded eager step, or why it could not be recorded; None if it was not asked for."""
     is_stage: bool = False
-    """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
+    """Whether the model is a pipeline stage, called for several micro-batches before their backwards."""
     deferred: DeferredBackward | None = None
-    """What runs a part of the backward later, when it is asked for; None for a backward in one part."""
+    """Runs a part of the backward later, for zero-bubble schedules; None for a backward in one part."""
     gradients: Gradients = field(default_factory=Gradients)
-    """What DDP does with gradients of the step; ``found`` is left to who traces it."""
+    """How DDP handles the step's gradients; the tracer fills in ``found``."""
     plan_collectively: bool = False
-    """Whether all ranks of torch.distributed plan this step at once, and are to have one plan."""
+    """Whether all ranks plan this step at once and must agree on one plan."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], **more: Any) -> Options:
-        """Return the options for the keywords of a public function, plain words among them, and for some others."""
+        """Return the options for the keywords of a public function, with plain words made into groups."""
         given = {name: group(kind, asked[name]) for name, kind in GROUPS.items() if name in asked and name != "budget"}
         if "budget" in asked:
             given["budget"] = Budget.of(asked["budget"])
         return cls(name=asked.get("name", ""), policy=asked.get("policy"), **given | more)
 
     def without_measuring(self) -> Options:
-        """Return the options with the roofline where costs would be measured though nobody asked for it."""
+        """Return the options with the roofline cost model if costs would be measured by default."""
         if self.target.cost_model != AutoCosts.name:
             return self
         return replace(self, target=replace(self.target, cost_model=RooflineCosts.name))
 
     def after(self, plan: Plan) -> Options:
-        """Return the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
+        """Return the options for other input sizes: a percentage keeps the largest number of bytes it came to."""
         return replace(self, budget=self.budget.after(plan.budget_bytes))
 
 
 def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
-    """Return what a plan was allowed to offload."""
+    """Return the offload options that a plan was made with."""
     made = plan.offloading
     if made is None:
         return Offload(False)
@@ -126,7 +126,7 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
 
 
 def options_of(plan: Plan, loss: LossMemory | None) -> Options:
-    """Return the options that decide whether a plan fits elsewhere; times do not, so nothing is measured again."""
+    """Return the options under which a plan was made, without measuring: times do not decide whether it fits."""
     return Options(
         budget=Budget(plan.budget_bytes),
         search=Search(compare=False),
@@ -140,7 +140,7 @@ def options_of(plan: Plan, loss: LossMemory | None) -> Options:
 
 
 def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
-    """Return the options with what a loss outside the model takes for these inputs."""
+    """Return the options with the memory of a loss outside the model for these inputs."""
     if loss_fn is None:
         return options
     return replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.target.device))
@@ -148,28 +148,28 @@ def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """A captured step with everything that is resident around it, on the device that the plan is for."""
+    """A captured step, lowered for a device, with the resident memory around it."""
 
     lowered: LoweredGraph
     spec: DeviceSpec
     static_memory: StaticMemory
     facts: dict[str, str | int] = field(default_factory=dict)
-    """What else a plan for this step is made for."""
+    """More entries of the plan's fingerprint."""
     warnings: tuple[Finding, ...] = ()
     capture_seconds: float = 0.0
     may_overwrite: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """For operations that can write over an input, the values that may be it."""
+    """For operations that can write over an input, the candidate values."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan together with the step that it was made for."""
+    """A plan and the step that it was made for."""
 
     step: LoweredStep
     study: Study
     plan: Plan
     schedule: Schedule
-    """Of the lowered graph's operations."""
+    """In operations of the lowered graph, before in-place joins."""
 
     @classmethod
     def of(cls, step: LoweredStep, study: Study, plan: Plan) -> PlannedStep:
@@ -184,20 +184,20 @@ class PlannedStep:
 
     @property
     def over(self) -> Mapping[int, int]:
-        """For each operation that writes over an input, the value whose place its result takes."""
+        """For each operation that writes over an input, the value that it overwrites."""
         assert self.study.in_place is not None
         return self.study.in_place.over
 
     @property
     def single_costs(self) -> tuple[OperationCost, ...]:
-        """What the lowered graph's operations cost, before some were joined."""
+        """Costs of the lowered graph's operations, before in-place joins."""
         assert self.study.in_place is not None
         return self.study.in_place.single_costs
 
 
 @timings.stage("lowering")
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
-    """Lower a captured step, and count what surrounds it."""
+    """Lower a captured step and count the resident memory around it."""
     spec = device_spec(of_model(model), options.target.device)
 
     def blocks() -> Collection[str]:
@@ -221,7 +221,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
 
 
 def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options: Options) -> StepContext:
-    """Return what a step of a model is lowered for."""
+    """Return the context that a step is lowered in: device, loss, resident memory, gradients."""
     return StepContext(
         alignment_bytes=spec.alignment_bytes,
         static_bytes=around.static_bytes,
@@ -235,7 +235,7 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
-    """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
+    """Lower a captured step as runtimes of whole graphs run it; the joint graph may be changed."""
     if options.deferred is not None:
         options.deferred.mark(joint, model)
     if not joint.functional:
@@ -246,13 +246,13 @@ def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> Lower
 def static_memory_of(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> StaticMemory:
-    """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
+    """Count the resident memory around a step, by its options or by the plan that is reused."""
     around = static_memory(model, inputs, spec, options.training, blocks)
     return around if options.reused_plan is None else as_planned(around, options.reused_plan)
 
 
 def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
-    """Capture a step as it is on the device that the plan is for; around a sharded model's ``forward`` hooks run."""
+    """Capture a step for the target device; of a sharded model only ``forward``, since hooks run around it."""
     options.search.tell("capturing forward and backward")
     choose_outputs = partial(loss_outputs, loss=options.loss)
     implementation = model.forward if units_of(model) else None
@@ -261,13 +261,13 @@ def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
 
 
 def elsewhere_for(model: nn.Module, options: Options) -> TargetDevice | None:
-    """Return the GPU that a step is captured for, where that is not here to choose its kernels itself."""
+    """Return the GPU that a step is captured for if it is not here, so that its kernels must be chosen by rules."""
     spec = device_spec(of_model(model), options.target.device)
     return TargetDevice(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
 
 
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
-    """Cost a lowered step, and say where it comes from."""
+    """Cost a lowered step and make a study of it."""
     begun = time.perf_counter()
     costing = cost(model, step.lowered, step.spec, options)
     costs = costing.costs
@@ -303,15 +303,15 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
 
 
 def origin_of(costing: Costing, spec: DeviceSpec, **of_step: Any) -> PlanOrigin:
-    """Say where a costed step comes from."""
+    """Return the origin of a costed step, for its plans."""
     return PlanOrigin(cost_model=costing.cost_model, device=spec.name, torch_version=torch.__version__, **of_step)
 
 
 def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, must_match: bool = False) -> Plan:
-    """Plan a step that has been costed, or take over a plan that belongs to it, or fits it and keeps the budget.
+    """Plan a costed step, or reuse a plan that was made for it or fits it within the budget.
 
-    With ``must_match`` a plan of another model or of other shapes is refused by PlanMismatchError, with what differs;
-    otherwise the step is planned anew.
+    With ``must_match`` a plan of another model or other shapes raises PlanMismatchError, which says what differs;
+    otherwise the step is planned again.
     """
     if reuse is not None:
         if must_match:
@@ -336,7 +336,7 @@ def plan_lowered(
     reuse: Plan | None = None,
     must_match: bool = False,
 ) -> PlannedStep:
-    """Plan a lowered step, of which a study may be there already; see :func:`plan_study`."""
+    """Plan a lowered step, whose study may exist already; see :func:`plan_study`."""
     study = study or study_lowered(model, step, options)
     try:
         plan = plan_study(study, options, reuse=reuse, must_match=must_match)
@@ -384,7 +384,7 @@ def problems_of(
     returned_cache: bool = False,
     allowed: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer."""
+    """Yield the problems that can be found without running the forward; ``planner.check`` finds more."""
     subject = Subject(
         modules=module_facts(model),
         returned_cache=returned_cache,
@@ -406,7 +406,7 @@ def cost(
 ) -> Costing:
     """Find out what every operation costs; see :func:`planner.measure.costing.cost_step`.
 
-    A plan that is to be the same every time is not made from the clock, and one that is taken over has its times.
+    Deterministic and reused plans measure nothing.
     """
     if options.search.deterministic or options.reused_plan is not None:
         options = options.without_measuring()
@@ -424,7 +424,7 @@ def cost(
 
 
 def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> Plan | None:
-    """Carry a plan over to a step that has been costed; see :func:`planner.plans.reuse.take_over`."""
+    """Carry a plan over to a costed step; see :func:`planner.plans.reuse.take_over`."""
     host = study.host_for(options.offload)
     step = study.for_host(host)
     return take_over(
@@ -438,18 +438,18 @@ def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> 
 
 
 def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
-    """Say what a plan for a lowered step is made for."""
+    """Return the fingerprint of a lowered step."""
     shards = step.static_memory.gradient_shards
     spread: dict[str, str | int] = {SHARDS: shards} if shards > 1 else {}
     return {**fingerprint_of_graph(model, step.lowered, step.spec), **spread, **step.facts}
 
 
 def fingerprint_of_graph(model: nn.Module, lowered: LoweredGraph, spec: DeviceSpec) -> dict[str, str | int]:
-    """Say what a plan for a lowered graph is made for."""
+    """Return the fingerprint of a lowered graph."""
     return fingerprint(type(model), model.parameters(), called_with(model, lowered.joint), lowered, spec.name)
 
 
 def called_with(model: nn.Module, joint: JointGraph) -> list[torch.Tensor]:
-    """Return what a step is called with, parameters and buffers left out."""
+    """Return a step's inputs without parameters and buffers."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return [tensor for tensor in joint.inputs if id(tensor) not in own]

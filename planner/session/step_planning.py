@@ -43,10 +43,9 @@ def plan_step(
     must_match: bool = False,
     known: PlannedStep | None = None,
 ) -> PlannedStep:
-    """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`.
+    """Plan a captured step, or reuse a plan, in as many chunks as that has; see :func:`plan_study`.
 
-    The study of a ``known`` step, captured and costed under the same options but for the budget, stands for one of
-    this step if that is equal.
+    The study of a ``known`` step with an equal graph is reused; its options may differ in the budget alone.
     """
     step = whole = lower_as_run(model, joint, options)
     if reuse is not None:
@@ -72,7 +71,7 @@ def plan_step(
 def chunked(
     model: nn.Module, whole: LoweredStep, chunks: int, options: Options, region: ChunkRegion | None = None
 ) -> LoweredStep:
-    """Lower a step with a region of it in chunks: the one that is given, or found; UsageError if there is none."""
+    """Lower a step with a region of it in chunks: the given one, or one that is found; UsageError if there is none."""
     region = region or find_region(whole.lowered)
     if region is None:
         raise UsageError(
@@ -92,9 +91,9 @@ def chunked(
 def cheapest(
     steps: Iterable[Candidate], plan: Callable[[Candidate, str], Made], plan_of: Callable[[Made], Plan]
 ) -> Made:
-    """Plan in one piece, then in more and more chunks as long as that makes a plan feasible, or cheaper.
+    """Plan in one piece, then in more and more chunks as long as plans become feasible or cheaper.
 
-    ``plan`` plans a candidate, and is told why chunks are wanted; ``plan_of`` gives the plan of what that made. Raises
+    ``plan`` plans a candidate and is told why chunks are tried; ``plan_of`` returns the plan of its result. Raises
     NoPlanFitsError if none fits.
     """
     best: Made | None = None
@@ -122,7 +121,7 @@ def cheapest(
 
 
 def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> Iterator[Candidate]:
-    """Return a step in one piece, and then in more and more chunks, each made when it is asked for."""
+    """Yield a step in one piece, then in more and more chunks."""
     yield whole, study
     region = find_region(whole.lowered)
     for chunks in COUNTS:
@@ -147,7 +146,7 @@ def _planned(model: nn.Module, found: Candidate, why: str, options: Options) -> 
 
 
 def _in_bytes(options: Options, study: Study) -> Options:
-    """Return options whose budget is no percentage: one is of the step in one piece, however it is computed."""
+    """Return options with the budget in bytes: a percentage is always of the step in one piece."""
     budget_bytes = study.posed(options.budget).budget_bytes + study.graph.total_static_bytes
     return replace(options, budget=options.budget.within(budget_bytes))
 

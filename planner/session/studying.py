@@ -1,4 +1,4 @@
-"""What people ask of a step: studies, what-if curves and audits; PyTorch's partitioner beside them."""
+"""Questions about a step: studies, what-if curves and audits, with PyTorch's partitioner for comparison."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class _Partition:
-    """The forward and backward graph that PyTorch's partitioner writes."""
+    """Forward and backward graph of PyTorch's partitioner."""
 
     forward: fx.Graph
     backward: fx.Graph
@@ -43,17 +43,17 @@ class _Partition:
 
 
 def _partition(joint: JointGraph, ratio: float) -> _Partition:
-    """Let PyTorch's partitioner split a joint graph under its own kind of budget; nothing is run."""
+    """Split a joint graph with PyTorch's partitioner under its own kind of budget, without running it."""
     module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
     forward, backward = min_cut_partition(module, ratio, joint.num_forward_outputs)
     return _Partition(forward.graph, backward.graph, joint.num_forward_outputs)
 
 
 def _read_schedule(split: _Partition, lowered: LoweredGraph) -> Schedule:
-    """Write PyTorch's two graphs as a schedule of our operations, in its own order.
+    """Write PyTorch's two graphs as a schedule of our operations, in their order.
 
-    A node keeps its name in both graphs, so one that computes in both runs again. Views and the
-    elements of tuples are no operations: what they look at is saved or made again with its owner.
+    Nodes keep their names, so one that is in both graphs is recomputed. Views and elements of tuples are no operations:
+    their storage is saved or recomputed with its owner.
     """
     index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
     free = {node.name for node in lowered.alias_nodes}
@@ -68,7 +68,7 @@ def _read_schedule(split: _Partition, lowered: LoweredGraph) -> Schedule:
 
 
 def partitioner_schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
-    """Return what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
+    """Yield the partitioner's schedule at each ratio, on the graph that :func:`planner.study` captures."""
     joint = captured(model, inputs, options)
     step = lower_step(model, joint, options)
     in_place = study_lowered(model, step, options).in_place
@@ -91,7 +91,7 @@ def study(
     target: Target | str = Target(),
     name: str = "",
 ) -> Study:
-    """Capture and cost one training step as a whole, so that many plans can be asked of it.
+    """Capture and cost one training step, so that many plans can be made of it.
 
     Parameters
     ----------
@@ -100,10 +100,10 @@ def study(
     inputs, loss_fn, training, target, name
         See :func:`planner.plan`.
     runtime : str or Runtime
-        What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules. In chunks,
+        The runtime of the plans: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules. In chunks,
         percentages are of the peak in chunks.
     search : str or Search
-        Its ``progress`` is told how it stands; where it is ``deterministic``, ``cost_model="auto"`` measures nothing.
+        ``progress`` is called with each stage; with ``deterministic`` the cost model ``"auto"`` measures nothing.
 
     Returns
     -------
@@ -130,13 +130,13 @@ def study(
 
 
 def _naming_a_runtime(options: Options, default: str = "graph") -> Options:
-    """Return options for a runtime that can be studied: ``Runtime(chunk=4)`` names none."""
+    """Return options with a runtime that can be studied, also if ``Runtime(chunk=4)`` names none."""
     name = default if options.runtime.name == "auto" else options.runtime.name
     return replace(options, runtime=replace(options.runtime, name=name))
 
 
 def studies_by_size(model: nn.Module, options: Options) -> StudiesBySize:
-    """Return the studies of a model's step at sizes of its inputs."""
+    """Return the studies of a model's step, by input size."""
     check_model(model)
     runtime, chunks = options.runtime.name, options.runtime.chunk
     if runtime not in ("graph", "modules"):
@@ -250,7 +250,7 @@ def audit(
     target: Target | str = Target(),
     name: str = "",
 ) -> Audit:
-    """Say what the present checkpointing of a model costs, and what a plan would do in its place.
+    """Compare a model's present checkpointing with the best plan at the same peak.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def audit(
         ``"none"``, ``"every-layer"``, ``"every-2"`` (every second block, or another number), ``"sqrt"`` (segments of
         the forward, about as many as the square root of the places to cut), or a plan, or the file of one.
     budget : int, float or str, optional
-        What the device may hold: then the best plan within it is looked for too.
+        A budget of the whole device; the best plan within it is searched for too.
     runtime : str or Runtime
         ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step; ``"auto"`` is what a plan
         that is given is for, if it is one of these, else ``"graph"``.
