@@ -55,7 +55,7 @@ class Schedule:
 
     @classmethod
     def with_recomputations(cls, graph: TrainingGraph, before: Mapping[int, Sequence[int]]) -> Schedule:
-        """Return the schedule that recomputes, right ``before`` operations of the base order, what is named for each."""
+        """Return the schedule that recomputes, right ``before`` operations of the base order, what is named there."""
         order: list[int] = []
         for index in range(len(graph.operations)):
             order.extend(before.get(index, ()))
