@@ -65,8 +65,6 @@ class Solution:
     """Proven: no plan within the budget, in this base order, adds less to the step. 0 proves nothing."""
     solve_seconds: float = 0.0
     """Time spent solving."""
-    regions: tuple[Region, ...] = ()
-    """The regions that are chosen, in the way that they are, where some send values to the host."""
     stall_seconds: float = 0.0
     """Time of waiting for transfers. The sum of both is held against the simulator, and :func:`planner.solve` then
     gives each as simulated: a solver need not tell them apart."""
@@ -87,7 +85,6 @@ class Solution:
         solver: str,
         *,
         lower_bound_seconds: float = 0.0,
-        regions: tuple[Region, ...] = (),
     ) -> Solution:
         """Claim of a schedule what was simulated; a bound above that, by a rounding, is cut off."""
         return cls(
@@ -97,7 +94,6 @@ class Solution:
             recompute_seconds=evaluation.recompute_seconds,
             stall_seconds=evaluation.stall_seconds,
             lower_bound_seconds=min(lower_bound_seconds, evaluation.added_seconds),
-            regions=regions,
         )
 
     @property

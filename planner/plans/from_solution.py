@@ -24,7 +24,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, reserve_warnings, reserved_by_cuda, whole_peak_bytes
 from planner.plans.comparison import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_peak, placement
-from planner.plans.module_choices import with_choices
+from planner.plans.module_choices import kept_of
 from planner.plans.offload import offloading_of
 from planner.plans.ordering import smallest_budgets
 from planner.plans.plan import CapturedOrder, OperationRow, Plan, PlanOrigin
@@ -96,7 +96,7 @@ def plan_from_solution(
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
-    return plan if problem.regions is None else with_choices(plan, problem, solution)
+    return plan if problem.regions is None else replace(plan, kept=kept_of(plan, problem))
 
 
 def _captured_order(order: Mapping[str, Collection[str]], solution: Solution) -> CapturedOrder | None:

@@ -57,7 +57,7 @@ from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
-from planner.ir.checkpoints import NOT_OF_THE_STEP
+from planner.ir.checkpoints import KEPT
 from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
@@ -463,12 +463,11 @@ def _sizes(text: str) -> list[int]:
 def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> Plan | None:
     """Carry a plan over to a step that has been costed; see :func:`planner.plans.reuse.take_over`."""
     host = study.host_for(options.offload)
-    step = study.for_host(host)
     return take_over(
-        step.posed(options.budget, host),
+        study.posed(options.budget, host),
         plan,
-        origin=step.origin,
-        around=step.static_memory,
+        origin=study.origin,
+        around=study.static_memory,
         compare=options.search.compare,
         **wanted,
     )
@@ -485,7 +484,7 @@ def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[st
     """Say what a plan is made for, so that it is not applied to something else."""
     graph, joint = lowered.graph, lowered.joint
     digest = hashlib.sha256()
-    operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
+    operations = [operation for operation in graph.operations if operation.target != KEPT]  # stands in for others
     for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
