@@ -284,7 +284,6 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
         """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
-        runs_halves = self._cuda_graphs or self.options.deferred
         new = partial(
             IsolatedCall,
             self.model,
@@ -295,7 +294,7 @@ class GraphRuntime(PlannedCalls):
             make_program=self._program,
             compiler=self.compiler,
             assume=assume,
-            run_halves=runs_halves.step if runs_halves is not None else None,
+            run_halves=self._cuda_graphs.step if self._cuda_graphs is not None else None,
         )
         return new(), new()
 

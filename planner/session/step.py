@@ -33,7 +33,6 @@ from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower, runs_after
 from planner.capture.model_facts import module_facts, of_model, outside_bytes, units_of
 from planner.capture.parallel_events import Gradients
-from planner.capture.programs import DeferredBackward
 from planner.capture.provenance import kinds_of
 from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
@@ -94,8 +93,6 @@ class Options:
     """The model's own step, recorded, or why it could not be; None where nobody asked."""
     is_stage: bool = False
     """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
-    deferred: DeferredBackward | None = None
-    """What runs a part of the backward later, when it is asked for; None for a backward in one part."""
     gradients: Gradients = field(default_factory=Gradients)
     """What DDP does with gradients of the step; ``found`` is left to who traces it."""
     plan_collectively: bool = False
@@ -241,8 +238,6 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
-    if options.deferred is not None:
-        options.deferred.mark(joint, model)
     if not joint.functional:
         sum_in_place(joint)
     return lower_step(model, joint, options)
