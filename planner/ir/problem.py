@@ -72,19 +72,9 @@ class Solution:
     """If first runs are in another order than the graph's: what the cheapest plan found in that adds. None if none
     was found, or nobody looked."""
 
-    halfway_added_seconds: float | None = None
-    """What the best plan added when half of the time that solving took was over; None if there was none then."""
-    halfway_bound_seconds: float | None = None
-    """The bound at that time; None where nobody looked at either."""
-
     @classmethod
     def simulated(
-        cls,
-        evaluation: Evaluation,
-        schedule: Schedule,
-        solver: str,
-        *,
-        lower_bound_seconds: float = 0.0,
+        cls, evaluation: Evaluation, schedule: Schedule, solver: str, *, lower_bound_seconds: float = 0.0
     ) -> Solution:
         """Claim of a schedule what was simulated; a bound above that, by a rounding, is cut off."""
         return cls(

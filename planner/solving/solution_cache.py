@@ -52,14 +52,9 @@ class _Entry:
     recompute_seconds: float
     stall_seconds: float
     lower_bound_seconds: float
-    halfway_added_seconds: float | None
-    halfway_bound_seconds: float | None
 
 
-_CLAIM = (
-    "solver", "peak_bytes", "recompute_seconds", "stall_seconds", "lower_bound_seconds",
-    "halfway_added_seconds", "halfway_bound_seconds",
-)  # fmt: skip
+_CLAIM = ("solver", "peak_bytes", "recompute_seconds", "stall_seconds", "lower_bound_seconds")
 """What an entry has from its solution as it is."""
 
 
