@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from planner.common.limits import Clock
-from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Keepable, Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.layers import path_prefixes
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
+from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, minimise
 from planner.solving.modules.peaks import Group, Need, Needs
 from planner.solving.step_cut import Model
@@ -46,20 +46,6 @@ class Chooser:
         """By operation of the base order; that of a region's recompute by minus its number, less one."""
         self._refused: list[frozenset[int]] = []
         self._tell = progress or (lambda _: None)
-
-    def cheapest(self) -> Solution:
-        """Return the choice within the budget that recomputes least; without one, the error has the lowest peak."""
-        chosen, bound = self.choose()
-        evaluation = self._simulate(chosen)
-        if evaluation.peak_bytes <= self.problem.budget_bytes:
-            return Solution.simulated(evaluation, self.schedule(chosen), NAME, lower_bound_seconds=bound)
-        graph = self.problem.graph
-        raise InfeasibleBudgetError(
-            "no choice of checkpointed modules keeps the budget",
-            minimum_feasible_peak_bytes=evaluation.peak_bytes + graph.total_static_bytes,
-            operation=graph.operations[self.schedule(chosen).order[evaluation.peak_position]].name,
-            lower_bound_seconds=bound,
-        )
 
     def choose(self) -> tuple[frozenset[int], float]:
         """Return the cheapest choice within the budget, or else the lowest that is found, and a bound in seconds."""
@@ -208,20 +194,13 @@ def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress
     Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. If none was
     found, an InfeasibleBudgetError has the lowest peak that was.
     """
-    found: list[Solution] = []
-    refused: list[InfeasibleBudgetError] = []
-    bound = 0.0
+    incumbent, bound_seconds = Incumbent(problem), 0.0
     for variants in (regions, variants_of(regions, problem.graph, problem.costs)):
-        try:
-            found.append(Chooser(problem, variants, clock, progress).cheapest())
-            bound = found[-1].lower_bound_seconds
-        except InfeasibleBudgetError as error:
-            refused.append(error)
-            bound = error.lower_bound_seconds
-    if not found:
-        raise min(refused, key=lambda error: error.minimum_feasible_peak_bytes)
-    best = min(found, key=lambda solution: solution.added_seconds)
-    return replace(best, lower_bound_seconds=min(best.added_seconds, bound))  # of the second: it chooses among more
+        chooser = Chooser(problem, variants, clock, progress)
+        chosen, bound_seconds = chooser.choose()
+        incumbent.update(chooser.schedule(chosen), NAME)
+    incumbent.raise_bound(bound_seconds)  # of the second: it chooses among more
+    return incumbent.solution(what="no choice of checkpointed modules keeps")
 
 
 def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
