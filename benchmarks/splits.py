@@ -27,7 +27,7 @@ from planner.capture import fake_mode
 from planner.capture.inputs import Inputs
 from planner.common.options import Target, Training
 from planner.extras.splits.best import PROBED_LAYERS
-from planner.extras.splits.captured_table import split_table
+from planner.extras.splits.captured_table import ATTENTION, split_table
 from planner.extras.splits.estimate import Estimator
 from planner.extras.splits.search import search
 from planner.extras.splits.table import FULL, Layer, ModelTable, Work
@@ -50,8 +50,8 @@ H100_96 = replace(cost_models.device("h100"), name="h100", memory_bytes=94 * 2**
 """What torchtitan's tables name: 96 GB of HBM2e at 2.4 TB/s, and 500 W, which lowers its clock; nobody says how far."""
 
 FLASH_2_ON_HOPPER = 0.35
-"""What FlashAttention-2 reaches of an H100's peak (Shah et al., "FlashAttention-3", 2024): what torch had for context
-parallelism when the runs were made. On an A100 it reaches up to 0.73 (Dao, "FlashAttention-2", 2023): as products."""
+"""What FlashAttention-2 reaches of an H100's peak (Shah et al., "FlashAttention-3", 2024): what torch had when the runs
+were made. On an A100 it reaches up to 0.73 (Dao, "FlashAttention-2", 2023): as products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,25 +100,19 @@ _MEGATRON = {
 
 TITAN = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_ASYNC = "pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
-# Sizes, length, data, tensor, pipeline, context, micro-batch, chunks, global batch, kept, tokens/s of each GPU.
+# Sizes, length, data, tensor, pipeline, micro-batch, chunks, global batch, kept, tokens/s of each GPU.
 # Without a number of micro-batches that version took one for each stage (torchtitan/parallelisms/pipeline_llama.py at
 # the commit that the page names). "selective" keeps what is dear to compute: the planner's own plan stands for it.
 _TITAN: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "8B, FSDP 8": ("bf16", (LLAMA_8B, 8192, 8, 1, 1, 1, 2, 1, 16, "plan 50%", 6667)),
-    "8B, FSDP 128": ("bf16", (LLAMA_8B, 8192, 128, 1, 1, 1, 2, 1, 256, "plan 50%", 6514)),
-    "8B, FSDP 8, TP 8": ("bf16, June 2025", (LLAMA_8B, 8192, 8, 8, 1, 1, 12, 1, 96, "plan 50%", 4378)),
-    "70B, FSDP 32, TP 8": ("bf16, June 2025", (LLAMA_70B, 8192, 32, 8, 1, 1, 16, 1, 512, FULL, 597.3)),
-    "8B, FSDP 8, CP 1, 32k": ("float8, long", (LLAMA_8B, 32768, 8, 1, 1, 1, 1, 1, 8, FULL, 3890)),
-    "8B, FSDP 4, CP 2, 64k": ("float8, long", (LLAMA_8B, 65536, 4, 1, 1, 2, 1, 1, 4, FULL, 2540)),
-    "8B, FSDP 2, CP 4, 128k": ("float8, long", (LLAMA_8B, 131072, 2, 1, 1, 4, 1, 1, 2, FULL, 1071)),
-    "8B, FSDP 1, CP 8, 256k": ("float8, long", (LLAMA_8B, 262144, 1, 1, 1, 8, 1, 1, 1, FULL, 548)),
-    "70B, FSDP 32, TP 8, float8": ("float8", (LLAMA_70B, 8192, 32, 8, 1, 1, 16, 1, 512, FULL, 829)),
-    "405B, 1F1B": ("float8, pipelines", (LLAMA_405B, 8192, 8, 8, 8, 1, 4, 1, 256, FULL, 100)),
-    "405B, interleaved 1F1B": ("float8, pipelines", (LLAMA_405B, 8192, 8, 8, 8, 1, 4, 2, 256, FULL, 128)),
-    "405B, FSDP 8, CP 1, 32k": ("float8, long", (LLAMA_405B, 32768, 8, 8, 8, 1, 1, 1, 64, FULL, 76)),
-    "405B, FSDP 4, CP 2, 64k": ("float8, long", (LLAMA_405B, 65536, 4, 8, 8, 2, 1, 1, 32, FULL, 47)),
-    "405B, FSDP 2, CP 4, 128k": ("float8, long", (LLAMA_405B, 131072, 2, 8, 8, 4, 1, 1, 16, FULL, 31)),
-    "405B, FSDP 1, CP 8, 256k": ("float8, long", (LLAMA_405B, 262144, 1, 8, 8, 8, 1, 1, 8, FULL, 16)),
+    "8B, FSDP 8": ("bf16", (LLAMA_8B, 8192, 8, 1, 1, 2, 1, 16, "plan 50%", 6667)),
+    "8B, FSDP 128": ("bf16", (LLAMA_8B, 8192, 128, 1, 1, 2, 1, 256, "plan 50%", 6514)),
+    "8B, FSDP 8, TP 8": ("bf16, June 2025", (LLAMA_8B, 8192, 8, 8, 1, 12, 1, 96, "plan 50%", 4378)),
+    "70B, FSDP 32, TP 8": ("bf16, June 2025", (LLAMA_70B, 8192, 32, 8, 1, 16, 1, 512, FULL, 597.3)),
+    "8B, FSDP 8, 32k": ("float8, long", (LLAMA_8B, 32768, 8, 1, 1, 1, 1, 8, FULL, 3890)),
+    "70B, FSDP 32, TP 8, float8": ("float8", (LLAMA_70B, 8192, 32, 8, 1, 16, 1, 512, FULL, 829)),
+    "405B, 1F1B": ("float8, pipelines", (LLAMA_405B, 8192, 8, 8, 8, 4, 1, 256, FULL, 100)),
+    "405B, interleaved 1F1B": ("float8, pipelines", (LLAMA_405B, 8192, 8, 8, 8, 4, 2, 256, FULL, 128)),
+    "405B, FSDP 8, 32k": ("float8, long", (LLAMA_405B, 32768, 8, 8, 8, 1, 1, 64, FULL, 76)),
 }
 
 
@@ -133,7 +127,7 @@ def megatron_runs() -> Iterator[Run]:
             length=2048,
             global_batch=batch,
             device=A100,
-            split=Split(data, tensor, pipeline, 1, 1, micro, chunks, REPLICATED, "megatron"),
+            split=Split(data, tensor, pipeline, micro, chunks, REPLICATED, "megatron"),
             kept=FULL,
             published=reached,
             unit="teraFLOP/s",
@@ -143,7 +137,7 @@ def megatron_runs() -> Iterator[Run]:
 def titan_runs() -> Iterator[Run]:
     """Return the runs of torchtitan's tables."""
     for label, (kind, row) in _TITAN.items():
-        sizes, length, data, tensor, pipeline, context, micro, chunks, batch, kept, reached = row
+        sizes, length, data, tensor, pipeline, micro, chunks, batch, kept, reached = row
         yield Run(
             source=f"{TITAN_ASYNC if '2025' in kind else TITAN}: {kind}",
             label=label,
@@ -151,7 +145,7 @@ def titan_runs() -> Iterator[Run]:
             length=length,
             global_batch=batch,
             device=H100_96,
-            split=Split(data, tensor, pipeline, context, 1, micro, chunks, FSDP2, "torchtitan"),
+            split=Split(data, tensor, pipeline, micro, chunks, FSDP2, "torchtitan"),
             kept=kept,
             published=reached,
             unit="tokens/s",
@@ -180,7 +174,7 @@ def table_of(sizes: Sizes, length: int, device: DeviceSpec) -> ModelTable:
 def question_of(run: Run) -> Question:
     """Return the question that a run answers in its way."""
     split = run.split
-    gpus = split.data * split.tensor * split.pipeline * split.context
+    gpus = split.data * split.tensor * split.pipeline
     return Question(
         gpus=gpus,
         global_batch=run.global_batch,
@@ -192,7 +186,7 @@ def question_of(run: Run) -> Question:
 
 def as_then(work: Work) -> Work:
     """Return an operation with as much more arithmetic as the kernel of attention that torch had then was slower."""
-    if not work.is_attention:
+    if ATTENTION not in work.target:
         return work
     today = H100_96.compute_efficiency * share_of_products(work.target, work.dtype, H100_96)
     return replace(work, flops=int(work.flops * today / FLASH_2_ON_HOPPER))

@@ -21,11 +21,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "graph_offload": {"runtime": "graph", "offload": True, "offload_at_least": 256},
     "graph_chunk": {"runtime": "graph", "chunk": 4},
     "modules": {"runtime": "modules"},
-    "modules_offload": {"runtime": "modules", "offload": True, "offload_at_least": 256},
     "regional": {"runtime": "regional"},
     "inductor": {"runtime": "inductor"},
 }
 """What each plan file was asked for, beside its budget."""
+
+GONE: dict[str, dict[str, Any]] = {"modules_offload": {"runtime": "modules", "offload": True}}
+"""Likewise, of files that nothing makes or runs any more."""
 
 BUDGET = "70%"
 ROWS, WIDTH = 96, 16

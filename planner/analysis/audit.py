@@ -9,7 +9,7 @@ from typing import Any
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.json_reader import attributes
-from planner.common.options import LEAST_BYTES, Offload, Search, chunks_of
+from planner.common.options import Offload, Search, chunks_of
 from planner.common.registry import did_you_mean
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
@@ -101,8 +101,6 @@ def audit_study(study: Study, current: str | Path | Plan, search: Search, budget
     known = read_current(current)
     if isinstance(known, Plan):
         name = "the plan given" if isinstance(current, Plan) else f"the plan in {current}"
-        if known.offloading is not None:
-            study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
         schedule, notes = _schedule_of_plan(study, known)
     else:
         name, notes = known, ()

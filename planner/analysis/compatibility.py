@@ -7,19 +7,18 @@ from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
-_OFFLOAD = ("graph", "modules")
-"""Runtimes that copy values to the host and back."""
-
-_ONLY_THESE_OFFLOAD = f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
+_DOES_NOT_OFFLOAD = (
+    "the runtime {!r} does not offload: use 'graph', or wrap the call in torch.autograd.graph.save_on_cpu"
+)
 
 
 def offloading_runtime(runtime: str, asked: Offload) -> str:
     """Return the runtime for a plan with or without offload."""
     if not asked.enabled:
         return runtime
-    if runtime not in ("auto", *_OFFLOAD):
-        raise UsageError(f"{_ONLY_THESE_OFFLOAD}: leave out runtime={runtime!r}")
-    return "graph" if runtime == "auto" else runtime
+    if runtime not in ("auto", "graph"):
+        raise UsageError(_DOES_NOT_OFFLOAD.format(runtime))
+    return "graph"
 
 
 def check_solver(runtime: str, name: str) -> None:
@@ -55,5 +54,5 @@ def chunked_graph(runtime: str, *, several_devices: bool) -> str:
 
 def check_can_run(plan: Plan) -> None:
     """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
-    if plan.offloading is not None and plan.runtime not in _OFFLOAD:
-        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {_ONLY_THESE_OFFLOAD}")
+    if plan.offloading is not None and plan.runtime != "graph":
+        raise RuntimeUnsupportedError(f"the plan offloads, and {_DOES_NOT_OFFLOAD.format(plan.runtime)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -60,10 +59,6 @@ class Study:
     """Figures of the device: its link to the host's memory is what offload needs."""
     regions: tuple[Region, ...] | None = None
     """Of an eager step, the modules that ``torch.utils.checkpoint`` could run again; nothing else can be recomputed."""
-    least_bytes: int | None = None
-    """Regions say what of so many bytes and more they could send to the host's memory; None: they send nothing."""
-    seen_for: Callable[[int | None], Study] | None = None
-    """Gives the same eager step with another ``least_bytes``."""
     varies: bool = False
     """Whether what the step runs depends on its data, so that it need not be the same twice."""
     draws: bool = False
@@ -113,11 +108,6 @@ class Study:
         except UsageError:
             return None
 
-    def for_host(self, host: Host | None) -> Study:
-        """Return the step as it is where values may wait in a host's memory: it then says what modules can send."""
-        least_bytes = host.least_bytes if host is not None else None
-        return self if self.seen_for is None or least_bytes == self.least_bytes else self.seen_for(least_bytes)
-
     def plan(
         self,
         budget: Budget | Size | None = None,
@@ -160,9 +150,8 @@ class Study:
                 compare=search.compare,
                 progress=search.progress,
             )
-        host = self.host_for(offload)
-        step = self.for_host(host)
-        return make_plan(step.posed(budget, host, policy), search, origin=step.origin, static_memory=step.static_memory)
+        problem = self.posed(budget, self.host_for(offload), policy)
+        return make_plan(problem, search, origin=self.origin, static_memory=self.static_memory)
 
     def as_plan(
         self,
@@ -219,8 +208,6 @@ class Study:
 
     def least_offloaded(self, schedule: Schedule) -> int:
         """Return the size from which on values may be offloaded, so that a schedule's own may be."""
-        if self.regions is not None:
-            return LEAST_BYTES if self.least_bytes is None else self.least_bytes
         sizes = (self.graph.values[offload.value].size_bytes for offload in schedule.offloads)
         return min(LEAST_BYTES, min(sizes, default=LEAST_BYTES))
 

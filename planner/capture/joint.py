@@ -32,9 +32,6 @@ _ATTENTION_DROPOUT_ARGUMENT = {
 _DROPOUT_OF_RNN = 6
 
 
-DEFERRED = "deferred"
-"""In a node's metadata: it is of a second part of the backward. In the output's: which gradients that part gives."""
-
 Reach = tuple[list[int], list[frozenset[int]]]
 """Raw output of each tangent, and for the gradient of each tensor the tangents that it depends on."""
 
@@ -137,11 +134,6 @@ def run_on_recorded(node: fx.Node) -> Any:
     """Run a call once more on what was recorded of its arguments."""
     args, kwargs = values_of((node.args, node.kwargs))
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def is_deferred(node: fx.Node | None) -> bool:
-    """Whether a node is of a second part of the backward, which runs when somebody asks for it."""
-    return node is not None and DEFERRED in node.meta
 
 
 def is_random(node: fx.Node) -> bool:

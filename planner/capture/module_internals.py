@@ -100,11 +100,6 @@ def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == _OWN
 
 
-def has_gradient_hooks(module: nn.Module) -> bool:
-    """Whether autograd calls hooks with the gradient of a parameter of a module, or once that is added up."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
-
-
 def has_full_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks wait for the gradients of a module's inputs and outputs."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from planner.capture.joint import JointGraph
 from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbol_of, symbols_of_sizes
@@ -54,18 +54,6 @@ class RunsHalves(Protocol):
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward."""
-        ...
-
-
-class DeferredBackward(Protocol):
-    """What runs a part of each backward of a module later, when somebody asks for it."""
-
-    def mark(self, joint: JointGraph, model: nn.Module) -> None:
-        """Move that part to the end of the joint graph; see :data:`planner.capture.joint.DEFERRED`."""
-        ...
-
-    def step(self) -> RunsHalves:
-        """Return what runs the halves of one program, all but that part of the backward."""
         ...
 
 

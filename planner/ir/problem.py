@@ -65,8 +65,6 @@ class Solution:
     """Proven lower bound: no plan within the budget, in this base order, adds less time. 0 proves nothing."""
     solve_seconds: float = 0.0
     """Time spent solving."""
-    regions: tuple[Region, ...] = ()
-    """The regions that are chosen, in the way that they are, where some send values to the host."""
     stall_seconds: float = 0.0
     """Time of waiting for transfers. Only the sum of both is checked by the simulator; :func:`planner.solve` then
     splits it as simulated, so a solver need not."""
@@ -74,20 +72,9 @@ class Solution:
     """If first runs are in another order than the graph's: added time of the cheapest plan in the graph's order, if one
     was searched for and found."""
 
-    halfway_added_seconds: float | None = None
-    """Added time of the best plan at half of the solving time, if there was one."""
-    halfway_bound_seconds: float | None = None
-    """The bound at that time, if recorded."""
-
     @classmethod
     def simulated(
-        cls,
-        evaluation: Evaluation,
-        schedule: Schedule,
-        solver: str,
-        *,
-        lower_bound_seconds: float = 0.0,
-        regions: tuple[Region, ...] = (),
+        cls, evaluation: Evaluation, schedule: Schedule, solver: str, *, lower_bound_seconds: float = 0.0
     ) -> Solution:
         """Return a solution that claims what was simulated; a bound above that by rounding is clipped."""
         return cls(
@@ -97,7 +84,6 @@ class Solution:
             recompute_seconds=evaluation.recompute_seconds,
             stall_seconds=evaluation.stall_seconds,
             lower_bound_seconds=min(lower_bound_seconds, evaluation.added_seconds),
-            regions=regions,
         )
 
     @property

@@ -100,7 +100,6 @@ def take_over(
         schedule,
         plan.solver if same_graph else f"{plan.solver.removesuffix(_REUSED)}{_REUSED}",
         lower_bound_seconds=plan.lower_bound_seconds if same_graph else 0.0,
-        regions=variants,
     )
     taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)
     if same_graph and plan.order:

@@ -9,8 +9,6 @@ from rich.console import Group
 from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds, in_unit_of
-from planner.ir.layers import collapse
-from planner.plans.module_choices import modules_of
 from planner.plans.plan import PeakLocation, Plan
 from planner.report.style import at_least_percent, counted, signed_percent, table
 
@@ -98,22 +96,8 @@ def render_offloading(plan: Plan) -> Text | None:
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
         f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(hidden_seconds)} of it "
         f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest."
-        f"{here}" + "".join(f"\n{line}" for line in _senders(plan))
+        f"{here}"
     )
-
-
-def _senders(plan: Plan) -> list[str]:
-    """Name the modules that send, those that are alike in one line."""
-    checkpointed, modules = set(modules_of(plan)), plan.offloading.modules if plan.offloading else ()
-    what = [
-        f"{len(one.tensors)} of the tensors "
-        + ("that its checkpoint is given" if one.module in checkpointed else "that it saves")
-        for one in modules
-    ]
-    return [
-        f"{label}: {what[positions[0]]}" + (" each" if len(positions) > 1 else "")
-        for label, positions in collapse([one.module for one in modules], what)
-    ]
 
 
 def render_trust(plan: Plan) -> Group:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from planner.capture.in_place import overwritten_argument, write_over
-from planner.capture.joint import DEFERRED, is_batch_norm, is_deferred, is_random
+from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
 from planner.capture.symbolic import is_symbolic
 from planner.capture.torch_internals import (
@@ -88,7 +88,8 @@ def extract_fwd_bwd(
     backward = _Emitter(lowered, schedule, replayed, over, already_run=ran, arriving=arriving)
     for node in lowered.joint.tangents:
         backward.take(node)
-    backward_results = _run_backward(backward, lowered, range(boundary + 1, len(schedule.order)), skipped)
+    backward.run(range(boundary + 1, len(schedule.order)), skipped)
+    backward_results = backward.resolve_gradients(lowered.joint.outputs[1])
 
     results = [forward.resolve_output(node) for node in forward_outputs]
     tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
@@ -107,8 +108,6 @@ def extract_fwd_bwd(
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
-    if DEFERRED in lowered.joint.graph.output_node().meta:
-        backward.graph.output_node().meta[DEFERRED] = lowered.joint.graph.output_node().meta[DEFERRED]
     tensors = saved[: len(saved) - len(of_numbers)]
     for taken in reversed([*(taken for _, taken in (*of_numbers, *tensors)), *tangents]):
         next(iter(backward.graph.nodes)).prepend(taken)
@@ -117,34 +116,6 @@ def extract_fwd_bwd(
         fx.GraphModule(root, forward.graph, "PlannedForward"),
         fx.GraphModule(root, backward.graph, "PlannedBackward"),
     )
-
-
-def _run_backward(
-    backward: _Emitter, lowered: LoweredGraph, positions: range, skipped: Container[int]
-) -> tuple[Any, ...]:
-    """Write the backward and return what leaves it; nodes of a deferred part come last and are marked."""
-    order, outputs = backward.order, lowered.joint.outputs[1]
-    rest = {index for index, node in enumerate(lowered.operation_nodes) if is_deferred(node)}
-    if not rest:
-        backward.run(positions, skipped)
-        return backward.resolve_gradients(outputs)
-    ran = set(order[: positions.start])
-    begins = positions.start
-    for position in positions:
-        index = order[position]
-        if index not in ran and index not in rest and lowered.operation_nodes[index] is not None:
-            begins = position + 1
-        ran.add(index)
-    backward.run(range(positions.start, begins), skipped)
-    late = lowered.joint.graph.output_node().meta[DEFERRED]
-    sent = backward.resolve_gradients([None if at in late else node for at, node in enumerate(outputs)])
-    first = set(backward.graph.nodes)
-    backward.run(range(begins, positions.stop), skipped)
-    kept = backward.resolve_gradients([node if at in late else None for at, node in enumerate(outputs)])
-    for node in backward.graph.nodes:
-        if node not in first and node.op != "placeholder":
-            node.meta[DEFERRED] = True
-    return tuple(own if own is not None else later for own, later in zip(sent, kept, strict=True))
 
 
 def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:

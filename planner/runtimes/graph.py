@@ -208,7 +208,6 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
         """Return a pair of captures, of fixed and of symbolic sizes; ``assume`` says if masks may be left out."""
-        deferred = self.options.deferred
         new = partial(
             IsolatedCall,
             self.model,
@@ -219,7 +218,6 @@ class GraphRuntime(PlannedCalls):
             make_program=self._program,
             compiler=self.compiler,
             assume=assume,
-            run_halves=deferred.step if deferred is not None else None,
         )
         return new(), new()
 

@@ -1,12 +1,9 @@
-"""Runtime ``modules``: the eager model with chosen modules checkpointed or offloaded; nothing is captured.
-
-Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to the host what they save, or both.
-"""
+"""Runtime ``modules``: the eager model with chosen modules under ``torch.utils.checkpoint``; nothing is captured."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,10 +25,8 @@ from planner.capture.torch_internals import call_implementation, version_of
 from planner.errors import PlanMismatchError, RuntimeUnsupportedError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.plans.module_choices import choices_in
-from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls, check_sharding
-from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
 from planner.session.eager_study import plan_alike, plan_eager, study_alike
 from planner.session.rank_consensus import who_agrees
@@ -71,13 +66,11 @@ class ModulesRuntime(CallsInSituations):
         )
         checkpointed = routes.chosen
         by_name = dict(self.model.named_modules())
-        offloaded = plan.offloading.modules if plan.offloading is not None else ()
-        names = dict.fromkeys((*checkpointed, *(one.module for one in offloaded)))
-        if missing := [name for name in names if name not in by_name]:
+        if missing := [name for name in checkpointed if name not in by_name]:
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
         device = of_model(self.model, inputs.args, inputs.kwargs)
         units = {module for unit in units_of(self.model) for module in unit.modules}
-        installed = partial(_installed, device, {name: by_name[name] for name in names}, checkpointed, offloaded, units)
+        installed = partial(_installed, device, {by_name[name]: kept for name, kept in checkpointed.items()}, units)
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
@@ -107,57 +100,37 @@ class ModulesRuntime(CallsInSituations):
 
 @contextmanager
 def _installed(
-    device: torch.device,
-    modules: Mapping[str, nn.Module],
-    checkpointed: Mapping[str, Kept],
-    offloaded: Sequence[OffloadedModule],
-    units: Collection[nn.Module],
+    device: torch.device, checkpointed: Mapping[nn.Module, Kept], units: Collection[nn.Module]
 ) -> Iterator[None]:
-    """Let calls of modules be checkpointed, and send what they save; around ``units`` FSDP2 gathers parameters."""
-    waiting, where = Waiting(offloaded), torch.empty(0, device=device)
+    """Let calls of modules be checkpointed; around ``units`` FSDP2 gathers parameters."""
+    where = torch.empty(0, device=device)
     with ExitStack() as stack:
-        for name, module in modules.items():
+        for module, kept in checkpointed.items():
             # What a second run goes through is the module's own call: it is not checkpointed again. That of a unit is
             # its forward alone: it finds its parameters gathered.
             call = module.forward if module in units else call_implementation(module)
-            run = partial(_run, name, module, call, checkpointed.get(name), waiting, where)
+            run = partial(_run, module, call, kept, where)
             stack.enter_context(forwards({module: run}) if module in units else calling(module, run))
-        stack.callback(waiting.end)
         # Autocast around the call would keep every weight that it has cast until the caller leaves it.
         stack.callback(torch.clear_autocast_cache)
         yield
 
 
 def _run(
-    name: str,
-    module: nn.Module,
-    call: Callable[..., Any],
-    kept: Kept | None,
-    waiting: Waiting,
-    where: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    module: nn.Module, call: Callable[..., Any], kept: Kept, where: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
-    if kept is None:
-        with waiting.saving(name):
-            result = call(*args, **kwargs)
-    elif name in waiting.of:
-        run, tensors = split_arguments(call, args, kwargs)
-        with waiting.given(name, tensors):
-            result = _checkpointed(run, module, kept, where, *tensors)
-    else:
-        result = _checkpointed(partial(call, **kwargs) if kwargs else call, module, kept, where, *args)
-    waiting.ended(name)
-    return result
-
-
-def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, where: torch.Tensor, *args: Any) -> Any:
-    context_fn = partial(contexts, module, kept)
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "debug": False}
     # Torch puts back the random states of the devices that positional arguments are on, and of no others.
-    return checkpoint(lambda _, *given: call(*given), where, *args, context_fn=context_fn, **settings)
+    return checkpoint(
+        lambda _, *given: call(*given, **kwargs),
+        where,
+        *args,
+        context_fn=partial(contexts, module, kept),
+        use_reentrant=False,
+        preserve_rng_state=True,
+        debug=False,
+    )
 
 
 # What a checkpointed module runs under, in the forward and when it runs again.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from planner.analysis.study import Study
 from planner.capture.eager.graph import lower_eager
@@ -26,8 +26,8 @@ from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
-from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
+from planner.measure.costing import Costing
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, PlanOrigin
 from planner.session.rank_consensus import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
@@ -157,7 +157,7 @@ def study_eager(model: nn.Module, inputs: Inputs, options: Options, *, may_run: 
         return options.eager
     check_device(model, inputs)
     check_own_checkpointing(model)
-    return _Recorded(model, inputs, options, may_run=may_run).study(None)
+    return _Recorded(model, inputs, options, may_run=may_run).study()
 
 
 def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
@@ -172,7 +172,7 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     try:
         check_own_checkpointing(model)
         own = replace(options, runtime=Runtime("modules"))
-        eager: Study | CaptureError = _Recorded(model, inputs, own, may_run=False).study(None)
+        eager: Study | CaptureError = _Recorded(model, inputs, own, may_run=False).study()
     except CaptureError as error:
         eager = error
     except UsageError as error:  # it checkpoints itself, which a recording does not follow
@@ -202,8 +202,6 @@ class _Recorded:
             self.around = resident(self.around, sizes, self.spec.alignment_bytes)
         if options.training.data_parallel != "none":
             self.around = self.around.without("gradients")  # they are seen in the step
-        self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
-        self.origin: PlanOrigin | None = None
 
     @staticmethod
     def _found(model: nn.Module, training: Training) -> frozenset[str]:
@@ -218,40 +216,27 @@ class _Recorded:
         forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
         return find_blocks(forward, kinds_of(self.model))
 
-    def study(self, least_bytes: int | None) -> Study:
-        """Return the step as plain data; with what its modules could send of so many bytes and more, if any may."""
-        step = lower_eager(
-            self.trace,
-            self.model,
-            self.tensors,
-            context_of(self.model, self.spec, self.around, self.options),
-            least_bytes=least_bytes,
-        )
-        if self.origin is None:
-            self.origin = self._cost(step.lowered)
-        costs = [self.costs[node] for node in step.lowered.operation_nodes]
+    def study(self) -> Study:
+        """Return the step as plain data."""
+        model, options, trace = self.model, self.options, self.trace
+        step = lower_eager(trace, model, self.tensors, context_of(model, self.spec, self.around, options))
+        costing = cost(model, step.lowered, self.spec, options)
         return Study(
             graph=step.lowered.graph,
             costs=tuple(
                 replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
-                for index, cost in enumerate(costs)
+                for index, cost in enumerate(costing.costs)
             ),
-            origin=self.origin,
+            origin=self._origin(step.lowered, costing),
             static_memory=self.around,
             device=self.spec,
             regions=step.regions,
-            least_bytes=least_bytes,
-            seen_for=self.study,
-            varies=self.trace.is_real,
-            draws=self.trace.draws,
+            varies=trace.is_real,
+            draws=trace.draws,
         )
 
-    def _cost(self, lowered: LoweredGraph) -> PlanOrigin:
-        """Cost every operation, and say where the step comes from: both are the same whatever modules may send."""
+    def _origin(self, lowered: LoweredGraph, costing: Costing) -> PlanOrigin:
         model, options, trace = self.model, self.options, self.trace
-        costing = cost(model, lowered, self.spec, options)
-        for node, each in zip(lowered.operation_nodes, costing.costs, strict=True):
-            self.costs.setdefault(node, each)
         return origin_of(
             costing,
             self.spec,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from planner.capture.lowering import LoweredGraph
-from planner.ir.checkpoints import NOT_OF_THE_STEP
+from planner.ir.checkpoints import KEPT
 
 _DESCRIBED = re.compile(r"\(([\d, ]*)\) (\w+)")
 
@@ -44,7 +44,7 @@ def fingerprint(
     """Say what a plan is made for, so that it is not applied to something else: a step of a model of such a class."""
     graph, joint = lowered.graph, lowered.joint
     digest = hashlib.sha256()
-    operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
+    operations = [operation for operation in graph.operations if operation.target != KEPT]  # stands in for others
     for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())

@@ -31,7 +31,6 @@ from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower, runs_after
 from planner.capture.model_facts import is_fake, kinds_of, module_facts, of_model, outside_bytes, units_of
 from planner.capture.parallel_events import Gradients
-from planner.capture.programs import DeferredBackward
 from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
@@ -90,8 +89,6 @@ class Options:
     """The recorded eager step, or why it could not be recorded; None if it was not asked for."""
     is_stage: bool = False
     """Whether the model is a pipeline stage, called for several micro-batches before their backwards."""
-    deferred: DeferredBackward | None = None
-    """Runs a part of the backward later, for zero-bubble schedules; None for a backward in one part."""
     gradients: Gradients = field(default_factory=Gradients)
     """How DDP handles the step's gradients; the tracer fills in ``found``."""
     plan_collectively: bool = False
@@ -236,8 +233,6 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step as runtimes of whole graphs run it; the joint graph may be changed."""
-    if options.deferred is not None:
-        options.deferred.mark(joint, model)
     if not joint.functional:
         sum_in_place(joint)
     return lower_step(model, joint, options)
@@ -426,12 +421,11 @@ def cost(
 def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> Plan | None:
     """Carry a plan over to a costed step; see :func:`planner.plans.reuse.take_over`."""
     host = study.host_for(options.offload)
-    step = study.for_host(host)
     return take_over(
-        step.posed(options.budget, host),
+        study.posed(options.budget, host),
         plan,
-        origin=step.origin,
-        around=step.static_memory,
+        origin=study.origin,
+        around=study.static_memory,
         compare=options.search.compare,
         **wanted,
     )

@@ -6,6 +6,7 @@ add one. A solver only proposes: :func:`solve` holds each claim against the simu
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -188,25 +189,16 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     The solver that gave up may know of neither.
     """
     floor = minimum_peak(problem.graph, problem.costs)
+    incumbent = Incumbent(problem)
+    incumbent.raise_bound(error.lower_bound_seconds)
+    for known in (floor.schedule, error.lowest):
+        if known is not None:
+            incumbent.see(known)
     if problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven:
-        incumbent = Incumbent(problem)
-        incumbent.raise_bound(error.lower_bound_seconds)
-        for known in (floor.schedule, error.lowest):
-            if known is not None:
-                incumbent.update(known, "")
         return incumbent.infeasible(proven=True)
-    known_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
-    if known_bytes >= error.minimum_feasible_peak_bytes:
-        return error
-    verdict = str(error).partition(";")[0]
-    return InfeasibleBudgetError(
-        f"{verdict}; a plan is known for {known_bytes} bytes, at {floor.found_operation}",
-        minimum_feasible_peak_bytes=known_bytes,
-        operation=floor.found_operation,
-        is_proven=error.is_proven,
-        lower_bound_seconds=error.lower_bound_seconds,
-        lowest=floor.schedule,
-    )
+    verdict = re.sub(r" \d+ bytes$", "", str(error).partition(";")[0])
+    lower = incumbent.infeasible(what=verdict, proven=error.is_proven)
+    return lower if lower.minimum_feasible_peak_bytes < error.minimum_feasible_peak_bytes else error
 
 
 def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
@@ -249,8 +241,6 @@ def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> 
             return Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound_seconds)
         asked = replace(asked, budget_bytes=asked.budget_bytes - excess_bytes)
         solution = solve(asked)
-    raise InfeasibleBudgetError(
-        "no plan was found whose recomputations stay inside their blocks",
-        minimum_feasible_peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
-        operation=problem.graph.operations[schedule.order[evaluation.peak_position]].name,
-    )
+    incumbent = Incumbent(problem)
+    incumbent.see(schedule)
+    raise incumbent.infeasible(what="no plan was found whose recomputations stay inside their blocks, within")

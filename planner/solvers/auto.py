@@ -93,7 +93,7 @@ class _Race:
         self.effort = effort
         self.tell = tell
         self.clock = effort.clock()
-        self.spent = incumbent.clock = effort.clock()
+        self.spent = effort.clock()
         """All that the solvers take; the clock beside it is for sharing out time where none has passed."""
         self.gap_seconds = max(_ENOUGH, effort.enough) * incumbent.problem.baseline.seconds
 

@@ -1,4 +1,4 @@
-"""Choose which modules to checkpoint or offload, where single operations cannot be recomputed."""
+"""Choose which modules to checkpoint, where single operations cannot be recomputed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.modules.ilp import NAME, Chooser, cheapest, variants_of
-from planner.solving.modules.offload import cheapest_with_offload, offloading_variants
 
 
 def lowest_choice(problem: Problem, clock: Clock) -> Schedule:
     """Return the choice of a problem's regions with the lowest peak that is found."""
     assert problem.regions is not None
-    variants = variants_of if problem.host is None else offloading_variants
-    chooser = Chooser(problem, variants(problem.regions, problem.graph, problem.costs), clock)
+    chooser = Chooser(problem, variants_of(problem.regions, problem.graph, problem.costs), clock)
     return chooser.schedule(chooser.lowest())
 
 
@@ -23,14 +21,13 @@ class CheckpointSolver:
     name = NAME
     summary = "checkpoints of whole modules, chosen by an integer programme"
     proves_bound = True
-    offloads = True
+    offloads = False
     chooses_regions = True
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Return the variants to run regions again, or to send what they save, that add least to the step."""
+        """Return the variants to run regions again that add least to the step."""
         assert problem.regions is not None
-        search = cheapest if problem.host is None else cheapest_with_offload
-        return search(problem, problem.regions, effort.clock(), progress)
+        return cheapest(problem, problem.regions, effort.clock(), progress)
 
 
 SOLVER = CheckpointSolver()

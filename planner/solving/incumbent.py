@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from threading import Lock
 
-from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
@@ -31,9 +29,6 @@ class Incumbent:
         """Proven: no plan in the base order costs less."""
         self.lowest, self._lowest_evaluation = Schedule.keep_all(problem.graph), problem.baseline
         """The plan of the lowest peak of any seen, within the budget or not."""
-        self.clock: Clock | None = None
-        """Where it is set, how long solving takes: what is known after half of that is told, too."""
-        self._history: list[tuple[float, float, float]] = []
         self._lock = Lock()
         self._progress = progress
         self._told = (float("inf"), 0.0)
@@ -82,8 +77,6 @@ class Incumbent:
             self.lowest, self._lowest_evaluation = schedule, evaluation
 
     def _tell(self) -> None:
-        if self.clock is not None:
-            self._history.append((self._elapsed(self.clock), self.added_seconds, self.lower_bound_seconds))
         if self._progress is None or self.schedule is None:
             return
         step = self.problem.baseline.seconds or 1.0
@@ -93,28 +86,13 @@ class Incumbent:
         self._told = now
         self._progress(f"best plan adds {now[0]:.2%} to the step (by {self.solver}), any plan at least {now[1]:.2%}")
 
-    @staticmethod
-    def _elapsed(clock: Clock) -> float:
-        return clock.limit_seconds - clock.left()
-
-    def _halfway(self) -> tuple[float | None, float | None]:
-        """Return what the best plan added, if there was one, and the bound, after half of the time until now."""
-        if self.clock is None:
-            return None, None
-        half = self._elapsed(self.clock) / 2
-        known = [(added, bound) for elapsed, added, bound in self._history if elapsed <= half]
-        added, bound = known[-1] if known else (math.inf, 0.0)
-        return added if math.isfinite(added) else None, bound
-
     def solution(self, *, what: str = "") -> Solution:
         """Return the best plan as a claim, or raise the error of :meth:`infeasible` if there is none."""
         if self.schedule is None:
             raise self.infeasible(what=what)
-        found = Solution.simulated(
+        return Solution.simulated(
             self.evaluation, self.schedule, self.solver, lower_bound_seconds=self.lower_bound_seconds
         )
-        added_seconds, bound_seconds = self._halfway()
-        return replace(found, halfway_added_seconds=added_seconds, halfway_bound_seconds=bound_seconds)
 
     def infeasible(self, *, what: str = "", proven: bool = False) -> InfeasibleBudgetError:
         """Return the error that says that no plan keeps the budget, or that none was found."""

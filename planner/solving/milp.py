@@ -35,13 +35,12 @@ def minimise(
     *,
     seconds: float | None = None,
     turns: int | None = None,
-    gap: float = 0.0,
     relax: bool = False,
 ) -> Answer:
     """Solve a model, or its LP relaxation, whose columns need not be whole.
 
     A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC: after
-    so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
+    so many nodes). Turns limit no relaxation.
     """
     if not model.rows:
         return Answer([0.0] * len(model.cost), 0.0)
@@ -58,7 +57,7 @@ def minimise(
             answer.user_interrupt = True
 
     highs = _silent(highspy)
-    options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
+    options = {"mip_rel_gap": 0.0, "mip_abs_gap": 1e-9, "threads": 1, "time_limit": seconds}
     for name, value in options.items():
         if value is not None:
             highs.setOptionValue(name, value)

@@ -27,8 +27,7 @@ class MinimumPeak:
     """Bounds on the peak of any plan, above what is resident before the step."""
 
     proven_peak_bytes: int
-    proven_operation: str
-    """No plan has a lower peak, and the operation that needs it."""
+    """No plan has a lower peak."""
     found_peak_bytes: int
     found_operation: str
     """The lowest peak for which a plan was found, and the operation at which that plan has it."""
@@ -86,14 +85,13 @@ def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[i
 @recent
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
     """Bound the smallest possible peak from both sides; :func:`lowest_schedule` is what was found."""
-    proven, binding = proven_peak(graph, costs)
-    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven)
+    proven_bytes, _ = proven_peak(graph, costs)
+    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven_bytes)
     schedule = lowest_schedule(problem)
     evaluation = problem.evaluate(schedule)
     names = [operation.name for operation in graph.operations] or [""]
     return MinimumPeak(
-        proven_peak_bytes=proven,
-        proven_operation=names[binding],
+        proven_peak_bytes=proven_bytes,
         found_peak_bytes=evaluation.peak_bytes,
         found_operation=names[schedule.order[evaluation.peak_position]] if schedule.order else "",
         schedule=schedule,

@@ -12,18 +12,17 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from planner.common import cache_folder
-from planner.common.json_reader import attributes, parse, to_data
+from planner.common.json_reader import parse, to_data
 from planner.common.limits import SolveLimits
 from planner.errors import UsageError
 from planner.ir.problem import Problem, Solution, confirm
-from planner.ir.schedule import Offload, Schedule
 
 KIND = "solutions"
 
@@ -38,29 +37,6 @@ _ROOMS = ("common", "ir", "findings", "solving", "solvers")
 """Solvers import nothing of the planner beyond these; the contract on rooms holds them to it."""
 
 _LIBRARIES = ("highspy", "numba")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A solution in its file; each operation's index with the indices of what runs again before it."""
-
-    key: str
-    solver: str
-    recomputations: dict[str, tuple[int, ...]]
-    offloads: tuple[Offload, ...]
-    peak_bytes: int
-    recompute_seconds: float
-    stall_seconds: float
-    lower_bound_seconds: float
-    halfway_added_seconds: float | None
-    halfway_bound_seconds: float | None
-
-
-_CLAIM = (
-    "solver", "peak_bytes", "recompute_seconds", "stall_seconds", "lower_bound_seconds",
-    "halfway_added_seconds", "halfway_bound_seconds",
-)  # fmt: skip
-"""What an entry has from its solution as it is."""
 
 
 def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
@@ -90,9 +66,7 @@ def find(problem: Problem, key: str) -> Solution | None:
 
 def keep(key: str, solution: Solution) -> None:
     """Keep a solution under a key; where that cannot be written, nothing is kept."""
-    again = {str(index): again for index, again in solution.schedule.recomputations().items()}
-    claim = attributes(solution, *_CLAIM)
-    content = to_data(_Entry(key=key, recomputations=again, offloads=solution.schedule.offloads, **claim))
+    content = {"key": key, **to_data(solution)}
     cache_folder.keep(KIND, key, json.dumps({"digest": _digest(content), "solution": content}), LIMIT_BYTES)
 
 
@@ -121,17 +95,15 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _solution(problem: Problem, key: str, text: str) -> Solution:
     root = parse(text, "solution")
-    entry = root["solution"].read(_Entry)
-    if root["digest"].read(str) != _digest(root["solution"].value) or entry.key != key:
+    content, graph = root["solution"], problem.graph
+    if root["digest"].read(str) != _digest(content.value) or content["key"].read(str) != key:
         raise UsageError("not what was written")
-    index_of = {str(index): index for index in range(len(problem.graph.operations))}
-    again = entry.recomputations
-    if not index_of.keys() >= again.keys() or any(index >= len(index_of) for runs in again.values() for index in runs):
+    solution = content.read(Solution)
+    schedule = solution.schedule
+    if max(schedule.order, default=-1) >= len(graph.operations):
         raise UsageError("there is no such operation")
-    if any(offload.value >= len(problem.graph.values) for offload in entry.offloads):
+    if any(offload.value >= len(graph.values) for offload in schedule.offloads):
         raise UsageError("that is no offload of this step")
-    before = {index_of[name]: runs for name, runs in again.items()}
-    schedule = replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads)
-    solution = Solution(schedule=schedule, **attributes(entry, *_CLAIM))
+    schedule.recomputations()  # in base order, or a ScheduleError
     confirm(problem, solution)
     return solution

@@ -279,21 +279,6 @@ def test_what_one_chunk_hands_to_another_has_a_place_for_each_micro_batch():
     assert left_by(order, boundaries) == [10, 5, 5, 0, 100, 105, 105, 205, 210]
 
 
-def test_gradients_of_weights_that_are_asked_for_later_wait_beside_the_others():
-    order = [Pass(*one) for one in [(False, 0, 0), (False, 0, 1), (True, 0, 0), (True, 0, 1)]]
-    order += [Pass(True, 0, 0, is_rest=True), Pass(True, 0, 1, is_rest=True)]
-    found = loads(order, 1)
-    assert [(load.others, load.half_done, load.accumulated) for load in found] == [
-        ((0,), (0,), (False,)),
-        ((1,), (0,), (False,)),
-        ((1,), (0,), (False,)),
-        ((0,), (1,), (False,)),
-        ((0,), (1,), (False,)),
-        ((0,), (0,), (True,)),
-    ]
-    assert left_by(order, [Boundary(sent_bytes=10, handed_bytes=1)]) == [2, 1, 0, 11, 22, 22, 22]
-
-
 def test_what_runs_again_before_a_stage_waits_does_so_after_it():
     graph, costs = transformer(2)
     stage = whole_stage(graph, costs, gradient_bytes=0, input_gradients=(), received=(), loss=None)

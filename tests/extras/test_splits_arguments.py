@@ -38,9 +38,9 @@ KEPT = Mixed(layers=2, first="keep all", others="keep all", count=0)
 
 
 def test_torchtitan_is_told_every_degree() -> None:
-    found = told(Split(2, 2, 4, 1, 1, 4, 1, FSDP2, "torchtitan"), *[KEPT] * 4)
+    found = told(Split(2, 2, 4, 4, 1, FSDP2, "torchtitan"), *[KEPT] * 4)
     degrees = {"data_parallel_shard": "2", "data_parallel_replicate": "1", "tensor_parallel": "2",
-               "pipeline_parallel": "4", "context_parallel": "1", "expert_parallel": "1"}  # fmt: skip
+               "pipeline_parallel": "4"}  # fmt: skip
     assert {name: found[f"--parallelism.{name}_degree"] for name in degrees} == degrees
     assert found["--parallelism.fsdp_reshard_after_forward"] == "always"
     assert found["--parallelism.pipeline_parallel_schedule"] == "1F1B"
@@ -53,7 +53,7 @@ def test_torchtitan_is_told_every_degree() -> None:
 
 
 def test_torchtitan_keeps_the_share_that_a_plan_keeps() -> None:
-    split = Split(16, 1, 1, 1, 1, 4, 1, FSDP2_KEPT, "torchtitan")
+    split = Split(16, 1, 1, 4, 1, FSDP2_KEPT, "torchtitan")
     full = told(split, Mixed(layers=8, first="full", others="keep all", count=8))
     assert "activation_checkpoint:full" in full
     assert full["--parallelism.fsdp_reshard_after_forward"] == "never"
@@ -62,21 +62,21 @@ def test_torchtitan_keeps_the_share_that_a_plan_keeps() -> None:
 
 
 def test_ends_with_a_layer_less_are_told_to_both() -> None:
-    titan = told(Split(2, 2, 4, 1, 1, 4, 2, FSDP2, "torchtitan"), *[KEPT] * 4, layers=14)
+    titan = told(Split(2, 2, 4, 4, 2, FSDP2, "torchtitan"), *[KEPT] * 4, layers=14)
     assert titan["--parallelism.pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert titan["--parallelism.pipeline_parallel_layers_per_stage"] == "2"
     assert titan["--parallelism.pipeline_parallel_last_stage_less_layers"] == "1"
-    megatron = told(Split(2, 2, 4, 1, 1, 4, 2, OPTIMIZER, "megatron"), *[KEPT] * 4, layers=14)
+    megatron = told(Split(2, 2, 4, 4, 2, OPTIMIZER, "megatron"), *[KEPT] * 4, layers=14)
     assert megatron["--num-virtual-stages-per-pipeline-rank"] == "2"
     assert {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"} <= megatron.keys()
 
 
 def test_megatron_is_told_the_most_that_a_stage_runs_again() -> None:
     stages = [Mixed(layers=4, first="full", others="keep all", count=count) for count in (3, 1)]
-    found = told(Split(4, 2, 2, 1, 1, 2, 2, OPTIMIZER, "megatron"), *stages)
+    found = told(Split(4, 2, 2, 2, 2, OPTIMIZER, "megatron"), *stages)
     assert found["--recompute-granularity"] == "full" and found["--recompute-method"] == "block"
     assert found["--recompute-num-layers"] == "2"  # of each of two chunks
     assert {"--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce"} <= found.keys()
     assert (found["--micro-batch-size"], found["--global-batch-size"]) == ("2", "64")
-    plain = told(Split(1, 1, 1, 1, 1, 2, 1, REPLICATED, "megatron"), KEPT)
+    plain = told(Split(1, 1, 1, 2, 1, REPLICATED, "megatron"), KEPT)
     assert not {"--sequence-parallel", "--use-distributed-optimizer", "--recompute-granularity"} & plain.keys()

@@ -49,8 +49,8 @@ def test_a_table_counts_what_the_model_has() -> None:
     assert (names[0], names[-1]) == (KEEP, FULL)
     saved = [choice.saved_bytes for choice in kind.choices]
     assert saved == sorted(saved, reverse=True) and not kind.choices[0].reruns
-    # Two sums forward and two backward of a hidden state; keys and values for the ring.
-    assert kind.summed_forward_bytes == kind.summed_backward_bytes == kind.ring_bytes == 2 * 64 * 4096 * 2
+    # Two sums forward and two backward of a hidden state.
+    assert kind.summed_forward_bytes == kind.summed_backward_bytes == 2 * 64 * 4096 * 2
     assert kind.boundary_bytes == 64 * 4096 * 2
 
 
@@ -69,15 +69,6 @@ def test_layers_that_differ_are_not_taken_for_alike() -> None:
 
 def test_layers_are_shared_only_where_their_heads_can_be() -> None:
     assert table_of("gemma3-1b", layers=2).tensor_degrees == (1,)  # one head for keys and values
-
-
-def test_experts_are_found_by_their_stacked_weights() -> None:
-    table = table_of("mixtral-1b", layers=2)
-    kind = table.kinds[-1]
-    assert table.experts == 8 and kind.expert_share > 0.9
-    assert set(table.tensor_degrees) >= {1, 2, 4}
-    assert kind.summed_forward_bytes == 2 * kind.boundary_bytes  # of attention and of experts
-    assert kind.routed_bytes and any(work.of_experts for work in kind.forward)
 
 
 def test_tied_weights_are_counted_once() -> None:
@@ -138,7 +129,7 @@ def test_stages_are_near_what_the_planner_itself_finds(chunks: int) -> None:
         links=links_of(device),
         memory_bytes=device.memory_bytes,
     )
-    estimator, split = Estimator(table, asked), Split(1, 1, 2, 1, 1, samples, chunks, REPLICATED, "megatron")
+    estimator, split = Estimator(table, asked), Split(1, 1, 2, samples, chunks, REPLICATED, "megatron")
     loaded = zoo.build("llama-7b", batch_size=samples, seq_len=512, layers=4, dtype="bfloat16", fake_mode=fake_mode())
     exact = plan_pipeline(
         loaded.model,

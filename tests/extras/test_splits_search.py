@@ -44,7 +44,7 @@ def product_of(flops: int, *, moved: int = 4 * MIB, weights: int = 8 * MIB) -> W
 def layer(flops: int = 10**12, saved: int = 64 * MIB, parameters: int = 32 * MIB) -> Layer:
     """Return a layer that can keep all, half, or its input."""
     forward = product_of(flops)
-    attention = replace(product_of(flops // 4, weights=0), is_attention=True)
+    attention = product_of(flops // 4, weights=0)
     cheap = product_of(flops // 50, weights=0)
     return Layer(
         forward=(forward, attention),
@@ -66,17 +66,14 @@ def layer(flops: int = 10**12, saved: int = 64 * MIB, parameters: int = 32 * MIB
         boundary_bytes=saved // 16,
         summed_forward_bytes=saved // 8,
         summed_backward_bytes=saved // 8,
-        ring_bytes=saved // 8,
     )
 
 
-def model(layers: int = 8, *, experts: int = 1, **sizes: int) -> ModelTable:
+def model(layers: int = 8, **sizes: int) -> ModelTable:
     """Return a model of layers of two kinds, with an embedding and a head."""
     one, end = layer(**sizes), layer(**sizes)
-    end = replace(end, choices=end.choices[:1], ring_bytes=0, summed_forward_bytes=0, summed_backward_bytes=0)
+    end = replace(end, choices=end.choices[:1], summed_forward_bytes=0, summed_backward_bytes=0)
     other = replace(one, forward=(*one.forward, product_of(10**10)))
-    if experts > 1:
-        one, other = (replace(kind, expert_share=0.75, routed_bytes=8 * MIB) for kind in (one, other))
     return ModelTable(
         name="made up",
         first=end,
@@ -85,8 +82,6 @@ def model(layers: int = 8, *, experts: int = 1, **sizes: int) -> ModelTable:
         row=tuple(int(index % 3 == 1) for index in range(layers)),
         tokens=4096,
         tensor_degrees=(1, 2, 4),
-        splits_sequences=True,
-        experts=experts,
     )
 
 
@@ -107,7 +102,7 @@ def all_estimates(table: ModelTable, asked: Question) -> list[Estimate]:
 
 
 # Others fill the best before the best of one engine comes.
-@example(gpus=16, batch=4, layers=6, memory=217, flops=10**12, saved=16, experts=4, engines=("torchtitan", "megatron"))
+@example(gpus=16, batch=4, layers=6, memory=217, flops=10**12, saved=16, engines=("torchtitan", "megatron"))
 @settings(max_examples=25, deadline=None)
 @given(
     gpus=st.sampled_from([1, 2, 4, 8, 16]),
@@ -116,13 +111,12 @@ def all_estimates(table: ModelTable, asked: Question) -> list[Estimate]:
     memory=st.integers(200, 4000),
     flops=st.sampled_from([10**10, 10**12]),
     saved=st.sampled_from([16, 256]),
-    experts=st.sampled_from([1, 4]),
     engines=st.sampled_from([ENGINES, ("megatron",), ("torchtitan",)]),
 )
 def test_the_search_finds_what_brute_force_finds(
-    gpus: int, batch: int, layers: int, memory: int, flops: int, saved: int, experts: int, engines: tuple[str, ...]
+    gpus: int, batch: int, layers: int, memory: int, flops: int, saved: int, engines: tuple[str, ...]
 ) -> None:
-    table = model(layers, experts=experts, flops=flops, saved=saved * MIB)
+    table = model(layers, flops=flops, saved=saved * MIB)
     asked = question(gpus, batch, memory * MIB, engines=engines)
     every = all_estimates(table, asked)
     if not every:
@@ -148,10 +142,9 @@ def test_the_search_finds_what_brute_force_finds(
     gpus=st.sampled_from([4, 8, 16]),
     layers=st.sampled_from([4, 6, 8]),
     memory=st.integers(100, 3000),
-    experts=st.sampled_from([1, 4]),
 )
-def test_estimates_add_up(gpus: int, layers: int, memory: int, experts: int) -> None:
-    table, asked = model(layers, experts=experts), question(gpus, memory=memory * MIB)
+def test_estimates_add_up(gpus: int, layers: int, memory: int) -> None:
+    table, asked = model(layers), question(gpus, memory=memory * MIB)
     for one in all_estimates(table, asked):
         assert all(seconds >= 0 for seconds in one.seconds.values())
         assert set(one.seconds) == set(PARTS)
@@ -164,7 +157,7 @@ def test_estimates_add_up(gpus: int, layers: int, memory: int, experts: int) -> 
 def test_a_stage_keeps_what_runs_least_again_of_all_that_fits(room: int, flying: float, engine: str) -> None:
     table = model(5)
     (stage,) = stages_of(table, 1, 1)
-    estimator, share = Estimator(table, question()), Share(1, 1, 1, 1)
+    estimator, share = Estimator(table, question()), Share(1, 1)
     layers, allowed = (
         estimator.layers,
         [c for c, name in enumerate(NAMES) if engine != "megatron" or "plan" not in name],
@@ -194,7 +187,7 @@ def test_in_flight_is_what_the_schedules_hold(pipeline: int, chunks: int) -> Non
     for micro_batches in (pipeline, 2 * pipeline, 5 * pipeline):
         name = "interleaved" if chunks > 1 else "1f1b"
         schedule = PipelineSchedule(stages=pipeline, micro_batches=micro_batches, name=name, chunks=chunks)
-        split = Split(1, 1, pipeline, 1, 1, 1, chunks, REPLICATED, "megatron")
+        split = Split(1, 1, pipeline, 1, chunks, REPLICATED, "megatron")
         for stage in range(pipeline):
             held = most_in_flight(loads(passes(schedule, stage), chunks))
             assert in_flight(split, stage, micro_batches) * chunks == pytest.approx(held)
@@ -256,7 +249,7 @@ def test_slow_networks_keep_what_cannot_hide_within_nodes() -> None:
 
 def test_nothing_hides_where_the_engine_does_not_overlap() -> None:
     table, asked = model(), question()
-    split = Split(8, 1, 1, 1, 1, 1, 1, FSDP2, "torchtitan")
+    split = Split(8, 1, 1, 1, 1, FSDP2, "torchtitan")
     hidden = Estimator(table, asked).estimate(split).seconds["data"]
     assert Estimator(table, replace(asked, overlap=False)).estimate(split).seconds["data"] > hidden
 
@@ -279,6 +272,6 @@ def test_questions_without_an_answer_are_refused(wrong: dict[str, int], words: s
 
 
 def test_a_batch_that_nothing_divides_is_refused() -> None:
-    table = replace(model(), tensor_degrees=(1,), splits_sequences=False, row=(0,))
+    table = replace(model(), tensor_degrees=(1,), row=(0,))
     with pytest.raises(UsageError, match="no degrees go together: 8 GPUs, a global batch of 7"):
         search(table, question(batch=7))

@@ -17,7 +17,7 @@ from torch import nn
 
 import planner
 from planner.common.options import grouped
-from planner.errors import PlanMismatchError
+from planner.errors import PlanMismatchError, RuntimeUnsupportedError
 from planner.plans import device_file
 from planner.report import render
 from tests import schema1
@@ -27,6 +27,7 @@ FILES = Path(__file__).parent.parent / "data" / "schema1"
 NAMES = tiered(schema1.PLANS, slow=["inductor"])
 GONE = {"lossy", "rounding_error"}
 """Fields of what plans could do once: whoever reads a file passes them over."""
+ASKED = schema1.PLANS | schema1.GONE
 
 
 def without_gone(fields: dict[str, Any]) -> dict[str, Any]:
@@ -37,17 +38,17 @@ def load(name: str) -> planner.Plan:
     return planner.Plan.load(FILES / f"{name}.plan")
 
 
-@pytest.mark.parametrize("name", schema1.PLANS)
+@pytest.mark.parametrize("name", ASKED)
 def test_a_plan_says_what_it_said(name: str) -> None:
     written = json.loads((FILES / f"{name}.plan").read_text(encoding="utf-8"), object_hook=without_gone)
     plan = load(name)
     assert json.loads(plan.to_json()) == written
-    assert plan.runtime == schema1.PLANS[name]["runtime"] and plan.verification is not None
+    assert plan.runtime == ASKED[name]["runtime"] and plan.verification is not None
     console = Console(file=StringIO(), width=100)
     render(plan, console, full=True)
     assert console.file.getvalue().startswith("FITS ")  # type: ignore[attr-defined]
     assert plan.peak_bytes <= plan.budget_bytes
-    assert (plan.offloading is not None) == ("offload" in schema1.PLANS[name])
+    assert (plan.offloading is not None) == ("offload" in ASKED[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,6 +63,18 @@ def test_a_plan_is_carried_out(name: str) -> None:
     assert proof.agrees, proof.differences
     assert before is not None and proof.exact == before.exact
     assert proof.peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("name", schema1.GONE)
+def test_a_plan_that_nothing_runs_any_more_is_refused(name: str) -> None:
+    plan = load(name)
+    for run in (
+        lambda: planner.verify(schema1.model(), schema1.inputs(), plan),
+        lambda: planner.auto_wrap(schema1.model(), schema1.inputs(), budget=plan),
+        lambda: planner.auto_wrap(schema1.model(), schema1.inputs(), budget=planner.Budget(plan=plan, replan=True)),
+    ):
+        with pytest.raises(RuntimeUnsupportedError, match="the plan offloads, and the runtime 'modules' does not offl"):
+            run()
 
 
 @pytest.mark.parametrize("name", NAMES)

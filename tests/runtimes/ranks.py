@@ -765,9 +765,9 @@ def pipeline(
     rank: int, kind: type[Any], budget: str, place: dict[str, Any] | None = None, seed: int = 2, **options: Any
 ) -> dict[str, Any]:
     """Run a schedule without a plan and with one, from the same random state."""
-    _, expected, *_ = run_pipeline(rank, kind, None, place, seed, **options)
+    _, expected, _ = run_pipeline(rank, kind, None, place, seed, **options)
     asked = {"budget": budget, "time_limit_seconds": 1.0, "deterministic": True}
-    peak, found, plan, rests = run_pipeline(rank, kind, asked, place, seed, **options)
+    peak, found, plan = run_pipeline(rank, kind, asked, place, seed, **options)
     assert plan is not None
     return {
         "equal": all(map(torch.equal, found, expected)),
@@ -777,8 +777,6 @@ def pipeline(
         "budget_bytes": plan.plans[0].budget_bytes,
         "in_flight": plan.micro_batches_in_flight,
         "recomputed": [len(one.recomputations) for one in plan.plans],
-        "rests": rests,
-        "weights_later": plan.weights_later,
     }
 
 
@@ -789,11 +787,8 @@ def run_pipeline(
     around: dict[str, Any] | None = None,
     seed: int = 2,
     **options: Any,
-) -> tuple[int, list[torch.Tensor], StagePlan | None, list[bool]]:
-    """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for.
-
-    And whether gradients of weights came when they were asked for by themselves, each time that was so.
-    """
+) -> tuple[int, list[torch.Tensor], StagePlan | None]:
+    """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for."""
     others = live()
     stages, schedule = scheduled(kind, rank, **(around or {}))
     args, kwargs = given(stages, seed)
@@ -819,19 +814,7 @@ def run_pipeline(
         resident_bytes = sum(size_bytes for place, size_bytes in live().items() if place not in others)
         peaks.append(resident_bytes + measure_peak(lambda: [run(), run()], torch.device("cpu"))[0])
     found = [gradient for stage in stages for gradient in gradients(stage.submod).values()]
-    rests: list[bool] = []
-    for stage in stages:
-        stage.backward_weight_one_chunk = partial(_asked_for_weights, stage, stage.backward_weight_one_chunk, rests)
-    run()
-    return min(peaks), found, plan, rests
-
-
-def _asked_for_weights(stage: Any, ask: Callable[..., Any], rests: list[bool], *args: Any, **kwargs: Any) -> None:
-    before = gradients(stage.submod)
-    ask(*args, **kwargs)
-    rests.append(
-        any(not torch.equal(g, before.get(n, torch.zeros(())).expand_as(g)) for n, g in gradients(stage.submod).items())
-    )
+    return min(peaks), found, plan
 
 
 def forget_handed_over(stages: list[Any]) -> None:
@@ -918,7 +901,6 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "breadth_first": lambda rank: pipeline(rank, pipelining.ScheduleLoopedBFS, "75%", return_outputs=False),
     "zero_bubble": lambda rank: pipeline(rank, pipelining.ScheduleInterleavedZeroBubble, "75%"),
     "zero_bubble_v": lambda rank: pipeline(rank, pipelining.ScheduleZBVZeroBubble, "88%"),
-    "zero_bubble_at_once": lambda rank: pipeline(rank, pipelining.ScheduleZBVZeroBubble, "62%"),
     "dual_pipe_v": lambda rank: pipeline(rank, pipelining.ScheduleDualPipeV, "75%"),
     "documented": documented,
     "pipeline_errors": pipeline_errors,

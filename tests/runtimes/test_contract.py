@@ -305,10 +305,6 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Plan], Any]]] = {
     "modules": ({"runtime": "modules"}, modules_of),
     "selective": ({"runtime": "modules"}, lambda plan: set(plan.kept) & set(modules_of(plan))),
     "offload": ({"runtime": "graph", "offload": True}, lambda plan: plan.offloading.values),
-    "modules with offload": (
-        {"runtime": "modules", "offload": True, "offload_at_least": 1024},
-        lambda plan: plan.offloading.modules,
-    ),
     "regional": ({"runtime": "regional"}, _recomputes),
     "parts": ({"runtime": "parts"}, _recomputes),
     "auto": ({}, lambda plan: plan.runtime in ("modules", "parts") and plan.overhead > 0),
@@ -339,7 +335,7 @@ IMAGES, TABLE = torch.randn(8, 3, 16, 16), torch.randn(256, WIDTH)
 LSTM = rows().unflatten(0, (8, 32))
 
 CASES: dict[str, Case] = {
-    # Modules that run again, keep, or send to the host.
+    # Modules that run again, or keep.
     "keywords and tuples": _case("modules", test_modules.Stack, rows(), "70%", **_FILED),
     "branches": _case("modules", test_modules.Branching, rows(), "70%", **_FILED),
     "autocast and frozen": _case("modules", Mixed, rows(), "70%", **_FILED),
@@ -350,9 +346,6 @@ CASES: dict[str, Case] = {
     "kept, cast": _case("selective", partial(Transformer, cast=True), SEQUENCES, "85%", **_FILED),
     "offload, dropout": _case("offload", perceptrons, rows(1024, 128), "48%", **_FILED),
     "offload, channels last": _case("offload", ChannelsLast, images(8, 3, 64), "60%", **_FILED),
-    "modules sent, branches": _case("modules with offload", test_modules.Branching, rows(), "45%", **_FILED),
-    "modules sent, batch norm": _case("modules with offload", Convolutions, images(), "60%", **_FILED),
-    "modules sent, transformer": _case("modules with offload", Transformer, SEQUENCES, "60%", **_FILED),
     "no gradient comes back": _case(
         "modules", test_modules.Detached, rows(512), "60%", uses=lambda plan: modules_of(plan) and plan.overhead == 0
     ),

@@ -373,5 +373,5 @@ def test_memory_of_other_sizes_is_given_back():
 
 
 def test_other_runtimes_refuse():
-    with pytest.raises(UsageError, match="only the runtimes 'graph' and 'modules' copy"):
+    with pytest.raises(UsageError, match="the runtime 'regional' does not offload: use 'graph'"):
         planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime="regional")

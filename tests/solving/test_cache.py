@@ -115,6 +115,15 @@ def changed(text: str, **fields: object) -> str:
     return json.dumps({"digest": solution_cache._digest(content), "solution": content})
 
 
+ONCE = list(range(len(GRAPH.operations)))
+
+
+def order_with(index: int) -> dict[str, object]:
+    """Return the schedule that runs every operation once, and one right after the loss."""
+    after = GRAPH.loss_index + 1
+    return {"order": [*ONCE[:after], index, *ONCE[after:]], "offloads": []}
+
+
 HOSTILE = {
     "empty": lambda text: "",
     "cut": lambda text: text[: len(text) // 2],
@@ -126,13 +135,12 @@ HOSTILE = {
     "not a number": lambda text: changed(text, peak_bytes="many"),
     "a lower peak": lambda text: changed(text, peak_bytes=1),
     "less time": lambda text: changed(text, recompute_seconds=0.0, lower_bound_seconds=0.0),
-    "an unknown operation": lambda text: changed(text, recomputations={"1": [10**6]}),
-    "a negative operation": lambda text: changed(text, recomputations={"1": [-1]}),
-    "an operation that cannot run again": lambda text: changed(
-        text, recomputations={str(GRAPH.loss_index + 1): [GRAPH.loss_index]}
-    ),
+    "an unknown operation": lambda text: changed(text, schedule=order_with(10**6)),
+    "a negative operation": lambda text: changed(text, schedule=order_with(-1)),
+    "an operation that cannot run again": lambda text: changed(text, schedule=order_with(GRAPH.loss_index)),
+    "another base order": lambda text: changed(text, schedule={"order": [1, 0, *ONCE[2:]], "offloads": []}),
     "another key": lambda text: changed(text, key="0" * 64),
-    "a schedule that breaks the budget": lambda text: changed(text, recomputations={}),
+    "a schedule that breaks the budget": lambda text: changed(text, schedule={"order": ONCE, "offloads": []}),
 }
 
 

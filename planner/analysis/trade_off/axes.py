@@ -197,10 +197,8 @@ def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Ou
 
 
 def _smallest_budget(study: Study, plan: Plan, search: Search, offload: Offload) -> int:
-    host = study.host_for(offload)
-    step = study.for_host(host)
-    problem = step.posed(Budget(plan.budget_bytes), host)
-    return smallest_budget(problem, plan.schedule_for(step.graph), search, step.static_memory)
+    problem = study.posed(Budget(plan.budget_bytes), study.host_for(offload))
+    return smallest_budget(problem, plan.schedule_for(study.graph), search, study.static_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

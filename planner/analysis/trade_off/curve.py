@@ -68,7 +68,7 @@ class CurveSweep:
         known: CurveSweep | None = None,
         host: Host | None = None,
     ) -> None:
-        self.study = study = study.for_host(host)
+        self.study = study
         self.host = host
         self.search = search
         whole = study.problem()

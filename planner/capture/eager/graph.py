@@ -7,14 +7,13 @@ alive: so the simulator frees things when eager does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from planner.capture import operands
-from planner.capture.eager.offloadable_saves import Candidate, Waits, waits_of
 from planner.capture.eager.trace import Call, Save, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
@@ -23,23 +22,8 @@ from planner.capture.sharding import Sharding
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
-from planner.ir.checkpoints import (
-    AWAY,
-    BACK,
-    END,
-    HOLD,
-    KEPT,
-    SCRATCH,
-    STOP,
-    UNHELD,
-    UNPACK,
-    UNREAD,
-    Keepable,
-    Region,
-    Sends,
-    Sent,
-)
-from planner.ir.graph import FOUND_TARGET, Phase, TrainingGraph
+from planner.ir.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, UNHELD, UNREAD, Keepable, Region
+from planner.ir.graph import FOUND_TARGET, Phase
 from planner.ir.layers import is_within
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -56,6 +40,25 @@ class EagerStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A call that can be checkpointed: its runs up to before ``stop`` are run again.
+
+    That happens before run ``before`` of the backward; until run ``until`` something of it is saved. ``keepable`` are
+    those that need not run, if their outputs are kept. Where the backward reads nothing that the call saves, nothing
+    runs again: ``unread`` is what is then not held.
+    """
+
+    module: str
+    call: Call
+    stop: int
+    before: int
+    until: int
+    statistics_bytes: int
+    keepable: tuple[int, ...]
+    unread: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Unread:
     """What autograd alone holds of a storage, from before one run to before another, and no backward reads."""
 
@@ -65,16 +68,9 @@ class _Unread:
     value: int
 
 
-def lower_eager(
-    trace: Trace,
-    model: nn.Module,
-    inputs: list[torch.Tensor],
-    context: StepContext,
-    *,
-    least_bytes: int | None = None,
-) -> EagerStep:
-    """Lower a recorded step, given ``inputs``; values of ``least_bytes`` and more may wait in the host's memory."""
-    return _Lowering(trace, model, context).run(inputs, least_bytes)
+def lower_eager(trace: Trace, model: nn.Module, inputs: list[torch.Tensor], context: StepContext) -> EagerStep:
+    """Lower a recorded step, given ``inputs``."""
+    return _Lowering(trace, model, context).run(inputs)
 
 
 class _Lowering(GraphBuilder[fx.Node]):
@@ -153,30 +149,20 @@ class _Lowering(GraphBuilder[fx.Node]):
             found[last] = [s for s in storages if self.trace.storages[s].maker < last and not self.values[s].retained]
         return found
 
-    def run(self, inputs: list[torch.Tensor], least_bytes: int | None) -> EagerStep:
+    def run(self, inputs: list[torch.Tensor]) -> EagerStep:
         candidates = list(self._candidates())
-        waits: dict[str, Waits] = {}
-        if least_bytes is not None:
-            movable = [value for value, seen in enumerate(self.values) if seen.size_bytes >= max(least_bytes, 1)]
-            waits = waits_of(self.trace, candidates, movable)
-        self._add_operations(candidates, waits)
-        graph = self.finish()
-        lowered = LoweredGraph(
-            JointGraph.without_graph(inputs),
-            graph,
-            self.operation_nodes,
-            is_eager=True,
-        )
+        self._add_operations(candidates)
+        lowered = LoweredGraph(JointGraph.without_graph(inputs), self.finish(), self.operation_nodes, is_eager=True)
         seen = {i: run.workspace_bytes for i, run in zip(self.run_at, self.trace.runs, strict=False)}
         return EagerStep(
             lowered,
-            tuple(self._region(candidate, waits.get(candidate.module), graph) for candidate in candidates),
+            tuple(map(self._region, candidates)),
             {index: size_bytes for index, size_bytes in seen.items() if size_bytes is not None},
         )
 
     # Operations.
 
-    def _add_operations(self, candidates: Sequence[Candidate], waits: Mapping[str, Waits]) -> None:
+    def _add_operations(self, candidates: Sequence[_Candidate]) -> None:
         """Add what runs, and between the runs what says how long something lives."""
         if self.trace.found:
             self.add_once(FOUND_TARGET, "", (), self.trace.found)
@@ -184,9 +170,6 @@ class _Lowering(GraphBuilder[fx.Node]):
         for candidate in candidates:
             begins[candidate.call.begin].append(candidate)
             stops[candidate.stop].append(candidate)
-        unpacked: defaultdict[int, list[int]] = defaultdict(list)
-        for wait in (wait for each in waits.values() for wait in each.saved):
-            unpacked[wait.returns].append(wait.value)
         unread, unheld = defaultdict(list), defaultdict(list)
         for held in self.unread:
             unread[held.since].append(held)
@@ -198,17 +181,16 @@ class _Lowering(GraphBuilder[fx.Node]):
             for held in unread[position]:
                 self._add_note(UNREAD, held.saves[0].module, (), (held.value,), of=self.values[held.value].name)
             for candidate in stops[position]:
-                self._add_stop(candidate, waits.get(candidate.module))
+                self._add_stop(candidate)
             for candidate in begins[position]:
-                self._add_hold(candidate, waits.get(candidate.module))
+                state_bytes = self.random_state_bytes + candidate.statistics_bytes
+                self._add_note(HOLD, candidate.module, candidate.call.given, state_bytes=state_bytes)
             if position == self.trace.backward:
                 made = self.add_loss_values()
                 self.add_loss((), made)
                 if self.trace.tangents > position:  # what it works with is there until the outputs have their gradients
                     self.let_go[self.trace.tangents - 1] += [v for v in made if not self.values[v].retained]
             self.first_at.append(len(self.operations))
-            if position in unpacked:
-                self._add_note(UNPACK, "", unpacked[position])
             if position < len(self.trace.runs):
                 self.run_at.append(self._add_run(position))
             if position in keepable:
@@ -256,16 +238,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.noted[target, of or module] = index
         return index
 
-    def _add_hold(self, candidate: Candidate, waits: Waits | None) -> None:
-        state_bytes = self.random_state_bytes + candidate.statistics_bytes
-        given = candidate.call.given
-        self._add_note(HOLD, candidate.module, given, state_bytes=state_bytes)
-        if waits is not None:
-            sent = {wait.value for wait in waits.given}
-            stays = [value for value in given if value not in sent]
-            self._add_note(AWAY, candidate.module, stays, state_bytes=state_bytes)
-
-    def _add_stop(self, candidate: Candidate, waits: Waits | None) -> None:
+    def _add_stop(self, candidate: _Candidate) -> None:
         alive = [
             value
             for run in self.trace.runs[candidate.call.begin : candidate.stop]
@@ -277,12 +250,10 @@ class _Lowering(GraphBuilder[fx.Node]):
             self._add_note(SCRATCH, candidate.module, (), (state,))
             alive.append(state)
         self._add_note(STOP, candidate.module, alive)
-        if waits is not None:
-            self._add_note(BACK, candidate.module, [wait.value for wait in waits.given])
 
     # Regions of them.
 
-    def _region(self, candidate: Candidate, waits: Waits | None, graph: TrainingGraph) -> Region:
+    def _region(self, candidate: _Candidate) -> Region:
         module = candidate.module
         if candidate.unread:
             names = [self.values[value].name for value in candidate.unread]
@@ -301,7 +272,6 @@ class _Lowering(GraphBuilder[fx.Node]):
             recompute_before=self.first_at[candidate.before],
             release_at=self.first_at[candidate.until],
             keepable=tuple(self._keepable_at(position, candidate.call) for position in candidate.keepable),
-            sends=None if waits is None else self._sends(candidate, waits, graph),
         )
 
     def _keepable_at(self, position: int, call: Call) -> Keepable:
@@ -314,25 +284,9 @@ class _Lowering(GraphBuilder[fx.Node]):
             is_random=is_random(run.node),
         )
 
-    def _sends(self, candidate: Candidate, waits: Waits, graph: TrainingGraph) -> Sends:
-        def sent(wait: Sent, returns: int) -> Sent:
-            readers = (reader for reader in graph.readers[wait.value] if reader < self.run_at[wait.leaves])
-            leaves = 1 + max((self.run_at[wait.leaves - 1], *readers))
-            return replace(wait, leaves=leaves, returns=returns)
-
-        begins = self.first_at[candidate.before]
-        return Sends(
-            saved=tuple(sent(wait, self.first_at[wait.returns]) for wait in waits.saved),
-            given=tuple(sent(wait, begins) for wait in waits.given),
-            away=self.noted[AWAY, candidate.module],
-            back=self.noted[BACK, candidate.module],
-            ended=1 + self.run_at[candidate.call.end - 1],
-            begins=begins,
-        )
-
     # What can be checkpointed.
 
-    def _candidates(self) -> Iterable[Candidate]:
+    def _candidates(self) -> Iterable[_Candidate]:
         layers = [n for n, m in self.modules.items() if any(c.__name__ == _LAYER_CLASS for c in type(m).__mro__)]
         for module, calls in self.trace.calls.items():
             inside = not layers or any(is_within(module, layer) for layer in layers)
@@ -341,7 +295,7 @@ class _Lowering(GraphBuilder[fx.Node]):
                 if candidate is not None:
                     yield candidate
 
-    def _candidate(self, module: str, call: Call) -> Candidate | None:
+    def _candidate(self, module: str, call: Call) -> _Candidate | None:
         """Return what checkpointing a call would do; None if that frees nothing, or would not be right."""
         runs = self.trace.runs
         stop = max((save.saved for save in call.saves), default=call.begin)
@@ -359,14 +313,12 @@ class _Lowering(GraphBuilder[fx.Node]):
             return None
         if any(value in finds for run in runs[call.end : before] for value in run.writes):
             return None
-        return Candidate(
+        return _Candidate(
             module=module,
             call=call,
             stop=stop,
             before=before,
             until=until,
-            makes=made,
-            finds=frozenset(finds),
             statistics_bytes=sum(  # copies that a recompute updates in place of running statistics
                 self.aligned(buffer.numel() * buffer.element_size())
                 for name, part in self.modules.items()

@@ -52,13 +52,12 @@ _NUMBER_BYTES = 8
 class Save:
     """One tensor saved for backward: before which runs it was saved, first read, and let go.
 
-    ``storage`` is None for what is resident. ``is_plain`` says that its storage is all there is to it.
+    ``storage`` is None for what is resident.
     """
 
     storage: int | None
     module: str
     saved: int
-    is_plain: bool = True
     read: int | None = None
     released: int | None = None
 
@@ -67,16 +66,13 @@ class Save:
 class Call:
     """One call of a module: the runs from ``begin`` to before ``end``, what it was given, what it saved.
 
-    ``called`` is how often each operator had been called before. ``direct`` are the plain tensors among its arguments
-    themselves, None for those that are resident; ``enclosed`` is what it was given inside of other arguments.
+    ``called`` is how often each operator had been called before.
     """
 
     begin: int
     called: Counter[Any]
     end: int = 0
     given: tuple[int, ...] = ()
-    direct: tuple[int | None, ...] = ()
-    enclosed: frozenset[int] = frozenset()
     saves: list[Save] = field(default_factory=list)
 
 
@@ -206,7 +202,7 @@ class Recorder(StepRecorder[Run]):
         """Note that a tensor is saved, and give a copy to be held in its place."""
         # A sparse tensor stays as it is: its parts count as long as anybody holds it.
         storage = self.number(tensor) if tensor.layout is torch.strided else None
-        save = Save(storage, self.module, self.now, is_plain(tensor))
+        save = Save(storage, self.module, self.now)
         self.trace.saves.append(save)
         for _, call in self._stack:
             call.saves.append(save)
@@ -230,14 +226,7 @@ class Recorder(StepRecorder[Run]):
 
     def call(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call, which ``run`` makes, and note its runs."""
-        arguments = [*args, *kwargs.values()]
-        call = Call(
-            self.now,
-            self._called.copy(),
-            given=self.numbers(tensors_in(arguments)),
-            direct=tuple(self.number(t) if is_plain(t) else None for t in arguments if isinstance(t, torch.Tensor)),
-            enclosed=frozenset(self.numbers(tensors_in([a for a in arguments if not is_plain(a)]))),
-        )
+        call = Call(self.now, self._called.copy(), given=self.numbers(tensors_in([*args, *kwargs.values()])))
         self.trace.calls.setdefault(name, []).append(call)
         self._stack.append((name, call))
         self.within = [name]
@@ -247,13 +236,6 @@ class Recorder(StepRecorder[Run]):
             call.end = self.now
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether something is a tensor of which bytes, shape, strides and offset say all."""
-    return isinstance(leaf, torch.Tensor) and not (
-        leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg()
-    )
 
 
 def _source() -> str:

@@ -89,8 +89,6 @@ class _Held:
 
     schedules: tuple[Schedule, ...]
     saved_bytes: tuple[int, ...]
-    half_done_bytes: tuple[int, ...]
-    """For each chunk, what a micro-batch holds while the gradients of its weights are still to come."""
     peak_bytes: int
     recompute_seconds: tuple[float, ...]
 
@@ -132,17 +130,16 @@ class Device:
             best.append(min((*segmentations(stage.graph), lowest), key=height))
         return self.hold(best)
 
-    def beside(self, chunk: int, saved_bytes: Sequence[int], half_done_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Return the most that stands beside each part of a pass: what others hold, and gradients."""
+    def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Return the most that stands beside a forward, and beside a backward: what others hold, and gradients."""
 
         def held(load: Load) -> tuple[int, int]:
-            others = sum(map(mul, load.others, saved_bytes)) + sum(map(mul, load.half_done, half_done_bytes))
             gradient_bytes = sum(map(mul, self.gradient_bytes, load.accumulated))
-            return others, gradient_bytes + load.left_bytes
+            return sum(map(mul, load.others, saved_bytes)), gradient_bytes + load.left_bytes
 
         found: tuple[int, ...] = ()
-        for phase in range(self.chunks[chunk].phases):
-            here = (load for load in self.loads if load.chunk == chunk and load.phase == phase)
+        for is_backward in (False, True):
+            here = (load for load in self.loads if load.chunk == chunk and load.is_backward == is_backward)
             found += max(map(held, here), key=sum)
         return found
 
@@ -151,15 +148,13 @@ class Device:
         chunks = [(stage, stage.as_run(schedule)) for stage, schedule in zip(self.chunks, schedules, strict=True)]
         alone = [(*chunk, simulate(chunk[0].graph, chunk[0].costs, chunk[1])) for chunk in chunks]
         saved = tuple(_held_at(stage.wait, schedule, found) for stage, schedule, found in alone)
-        halves = tuple(_held_at(stage.half_done, schedule, found) for stage, schedule, found in alone)
         peak_bytes = max(
-            stage.problem(0, self.beside(chunk, saved, halves)).evaluate(schedule).peak_bytes
+            stage.problem(0, self.beside(chunk, saved)).evaluate(schedule).peak_bytes
             for chunk, (stage, schedule) in enumerate(chunks)
         )
         return _Held(
             tuple(schedule for _, schedule in chunks),
             saved,
-            halves,
             max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes, self.end_bytes),
             tuple(found.recompute_seconds for *_, found in alone),
         )
@@ -200,10 +195,10 @@ class Device:
         around = replace(self.around, has_caching_allocator=False)
         plans = []
         for chunk, (stage, schedule) in enumerate(zip(self.chunks, held.schedules, strict=True)):
-            beside_bytes = self.beside(chunk, held.saved_bytes, held.half_done_bytes)
+            beside_bytes = self.beside(chunk, held.saved_bytes)
             problem = stage.problem(budget_bytes - self.static_bytes, beside_bytes)
             problem = replace(problem, graph=replace(problem.graph, static_bytes=dict(self.around.static_bytes)))
-            kept_bytes = self.beside(chunk, self.keep_all.saved_bytes, self.keep_all.half_done_bytes)
+            kept_bytes = self.beside(chunk, self.keep_all.saved_bytes)
             solution = Solution(
                 solver=search.solver if held.recompute_seconds[chunk] else "keep all",
                 schedule=schedule,
@@ -228,9 +223,9 @@ class Device:
         )
 
 
-def _held_at(pause: int | None, schedule: Schedule, found: Evaluation) -> int:
-    """Return what a micro-batch holds during an operation in which nothing runs; nothing if there is none."""
-    return 0 if pause is None else found.timeline_bytes[schedule.order.index(pause)]
+def _held_at(pause: int, schedule: Schedule, found: Evaluation) -> int:
+    """Return what a micro-batch holds during an operation in which nothing runs."""
+    return found.timeline_bytes[schedule.order.index(pause)]
 
 
 class _SplitSearch:
@@ -294,23 +289,20 @@ class _SplitSearch:
     def tight(self, most_bytes: int) -> None:
         """Find plans that save no more than so much, where others hold that much."""
         most = self.of_each(most_bytes)
-        # What waits for its rest is what that needs, which recompute seldom lessens: a guess, which `hold` makes good.
-        self.bounds(most, self.device.keep_all.half_done_bytes, most)
+        self.bounds(most, most)
 
     def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
         """Return lower bounds for plans that save between two sizes; None if it is proven that there are none."""
         # Of several chunks nothing is asked but that each fits beside what surely is there.
         most = [high_bytes if len(self.full) == 1 else None] * len(self.full)
-        return self.bounds(self.of_each(low_bytes), [0] * len(self.full), most)
+        return self.bounds(self.of_each(low_bytes), most)
 
-    def bounds(
-        self, saved_bytes: Sequence[int], half_done_bytes: Sequence[int], most_bytes: Sequence[int | None]
-    ) -> tuple[float, ...] | None:
+    def bounds(self, saved_bytes: Sequence[int], most_bytes: Sequence[int | None]) -> tuple[float, ...] | None:
         """Plan all chunks where others hold so much; return lower bounds, None if it is proven that no plan fits."""
         bounds: list[float] = []
         schedules = []
         for chunk, (stage, most) in enumerate(zip(self.device.chunks, most_bytes, strict=True)):
-            beside_bytes = self.device.beside(chunk, saved_bytes, half_done_bytes)
+            beside_bytes = self.device.beside(chunk, saved_bytes)
             problem = stage.problem(self.budget_bytes - self.device.static_bytes, beside_bytes, most)
             try:
                 solution = self.solver.solve(problem, effort=self.effort)

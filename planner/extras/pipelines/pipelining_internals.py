@@ -5,7 +5,7 @@ Torch keeps all of this in attributes of its own; nobody else here looks at them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.errors import RuntimeUnsupportedError, UsageError
-from planner.extras.pipelines.deferred_weight_grads import LaterWeights
 from planner.extras.pipelines.schedules import Pass, PipelineSchedule, passes
 
 _FORWARD, _WHOLE = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
@@ -58,7 +57,7 @@ class RankOfPipeline:
         if is_single:
             order, warm_up = _single(schedule, stages[0])
             return cls(schedule, stages, order, warm_up)
-        own = next((stage for stage in stages if not _is_planned(stage.dw_builder)), None)
+        own = next((stage for stage in stages if stage.dw_builder not in (None, _nothing_left)), None)
         order, splits = _several(schedule, stages)
         if own is not None and splits:
             raise RuntimeUnsupportedError(
@@ -80,20 +79,14 @@ class RankOfPipeline:
         """Whether the stage before is on this rank too."""
         return any(other.stage_index == stage.stage_index - 1 for other in self.stages)
 
-    @property
-    def whole_order(self) -> tuple[Pass, ...]:
-        """The order where every backward gives all gradients at once, and nothing is left for later."""
-        return tuple(one for one in self.order if not one.is_rest)
-
-    def give_weights_by(self, later: Sequence[LaterWeights]) -> None:
-        """Let a schedule that splits backwards ``take`` the rest of each.
+    def give_weights_at_once(self) -> None:
+        """Let a schedule that splits backwards find nothing left to do for the gradients of weights.
 
         That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each part, and a
         planned stage is one node of it.
         """
-        for stage, of_stage in zip(self.stages, later, strict=True):
-            if self.splits:
-                stage.dw_builder = of_stage.take
+        for stage in self.stages if self.splits else ():
+            stage.dw_builder = _nothing_left
 
     @property
     def group(self) -> Any:
@@ -154,13 +147,12 @@ def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass
         kind = action.computation_type
         if kind in (_FORWARD, _WHOLE, _FIRST):
             order.append(Pass(kind is not _FORWARD, chunk_of[action.stage_index], action.microbatch_index))
-        if kind is _REST or (splits and kind is _WHOLE):
-            order.append(Pass(True, chunk_of[action.stage_index], action.microbatch_index, is_rest=True))
     return tuple(order), splits
 
 
-def _is_planned(dw_builder: Any) -> bool:
-    return dw_builder is None or isinstance(getattr(dw_builder, "__self__", None), LaterWeights)
+def _nothing_left() -> Callable[..., None]:
+    """Return what computes the gradients of weights that a backward has left, as a ``dw_builder`` does: nothing."""
+    return lambda: None
 
 
 def _unknown(schedule: Any) -> RuntimeUnsupportedError:

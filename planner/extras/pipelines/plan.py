@@ -25,8 +25,6 @@ class StagePlan:
     plans: tuple[Plan, ...]
     """For each chunk, the plan of one micro-batch; peaks and static bytes are those of the device, with all that is in
     flight."""
-    weights_later: bool = False
-    """Whether gradients of weights are computed when a schedule asks for them, and not with those of inputs."""
 
     @property
     def peak_bytes(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,24 +17,21 @@ from planner.analysis.compatibility import check_solver
 from planner.analysis.study import Study
 from planner.api import unwrap
 from planner.capture.inputs import Inputs, check_model, check_plannable
-from planner.capture.joint import is_deferred
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import is_sharded, of_model, shards_of, units_of, unplanned_sharding, whole
-from planner.capture.module_internals import has_gradient_hooks
 from planner.capture.planned_call import install_planned_call
 from planner.capture.sharding import ROOT, Unit, resident
 from planner.capture.torch_internals import entered
 from planner.common.options import Budget, Search, Target, Training
 from planner.common.units import Size, round_up
-from planner.errors import InfeasibleBudgetError, UsageError
-from planner.extras.pipelines.deferred_weight_grads import LaterWeights
+from planner.errors import UsageError
 from planner.extras.pipelines.devices import Device
 from planner.extras.pipelines.pipelining_internals import RankOfPipeline
 from planner.extras.pipelines.plan import StagePlan
 from planner.extras.pipelines.schedules import Boundary, left_by, loads
 from planner.extras.pipelines.stages import Stage, whole_stage
-from planner.ir.graph import Phase, TrainingGraph
+from planner.ir.graph import TrainingGraph
 from planner.ir.static_memory import LossMemory, LossPasses, StaticMemory
 from planner.measure import loss
 from planner.measure.devices import device_spec
@@ -64,24 +60,6 @@ class _Captured:
     study: Study
     part: Stage
     boundary: Boundary
-
-
-def _planned(
-    rank: RankOfPipeline, made: Callable[[Options], _Rank], options: Options
-) -> tuple[StagePlan, list[_Captured]]:
-    """Plan this rank: with gradients of weights when the schedule asks for them if that fits, and else at once."""
-    if rank.splits:
-        with suppress(_NotInTwo):
-            in_two = made(replace(options, deferred=LaterWeights()))
-            try:
-                return in_two.planned()
-            except InfeasibleBudgetError:  # what waits takes memory
-                options = replace(options, budget=Budget(in_two.budget_bytes))
-    return made(options).planned()
-
-
-class _NotInTwo(Exception):
-    """A stage whose gradients of weights cannot wait."""
 
 
 def _checked(rank: RankOfPipeline) -> dict[str, str | int]:
@@ -172,7 +150,6 @@ class _Rank:
         self.spec = device_spec(of_model(rank.stages[0].submod), options.target.device)
         self.unit = next((unit.unit for stage in rank.stages for unit in units_of(stage.submod)), None)
         """What a sharded stage gathers for all micro-batches."""
-        self.order = rank.order if options.deferred is not None else rank.whole_order
         self.stages = []
         for stage, size in zip(rank.stages, sizes, strict=True):
             with whole(stage.submod):
@@ -181,7 +158,7 @@ class _Rank:
     def planned(self) -> tuple[StagePlan, list[_Captured]]:
         """Plan all stages under the rank's budget; NoPlanFitsError if none was found."""
         rank, stages = self.rank, self.stages
-        left = left_by(self.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
+        left = left_by(rank.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
         end_bytes = left[-1] + self._merged_bytes()
         if self.unit is not None:
             left, end_bytes = self._gathered(self.unit, left)
@@ -189,14 +166,13 @@ class _Rank:
             rank.stages[0].group_rank,
             [stage.part for stage in stages],
             self._around(),
-            loads(self.order, len(stages), left[:-1]),
+            loads(rank.order, len(stages), left[:-1]),
             end_bytes,
         )
-        self.budget_bytes = budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
+        budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
         if made is None:
             raise device.no_plan_fits(budget_bytes, f"rank {device.index} of the pipeline")
-        made = replace(made, weights_later=self.options.deferred is not None)
         return made, stages
 
     def _gathered(self, unit: Unit, left: Sequence[int]) -> tuple[list[int], int]:
@@ -231,7 +207,6 @@ class _Rank:
             input_gradients=[here[value] for value in sent_back],
             received=[v for v in at_turn.outputs if study.graph.values[v].kind == "tangent"],
             loss=taken,
-            rest=_rest(module, study.graph, step.lowered) if options.deferred is not None else None,
         )
         return _Captured(
             stage=stage,
@@ -312,20 +287,6 @@ class _Rank:
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
         return round_up(size_bytes, self.spec.alignment_bytes)
-
-
-def _rest(module: nn.Module, graph: TrainingGraph, lowered: LoweredGraph) -> int:
-    """Return the operation from which on only gradients of weights are computed, in a graph that has them last."""
-    if has_gradient_hooks(module):
-        raise _NotInTwo  # autograd calls them
-    nodes = list(zip(lowered.graph.operations, lowered.operation_nodes, strict=True))
-    if any(node is None and operation.phase is Phase.BACKWARD for operation, node in nodes):
-        raise _NotInTwo  # autograd copies some, and would have to when they come
-    late = {operation.key for operation, node in nodes if is_deferred(node)}
-    begins = next((index for index, operation in enumerate(graph.operations) if operation.key in late), None)
-    if begins is None or not all(operation.key in late for operation in graph.operations[begins:]):
-        raise _NotInTwo
-    return begins
 
 
 def _gradients(module: nn.Module, lowered: LoweredGraph) -> tuple[list[torch.Tensor], set[int]]:
@@ -409,26 +370,26 @@ def wrap_pipeline(
         planned: list[tuple[StagePlan, list[_Captured]]] = []
 
         def plan() -> None:
-            planned.append(_planned(rank, made_for, options))
+            planned.append(made_for(options).planned())
 
         made_by_all(plan, "planned its stages", rank.group)
     made, stages = planned[0]
-    rank.give_weights_by([_run_planned(stage, part) for stage, part in zip(stages, made.plans, strict=True)])
+    for captured_stage, plan_of_it in zip(stages, made.plans, strict=True):
+        _run_planned(captured_stage, plan_of_it)
+    rank.give_weights_at_once()
     return made
 
 
-def _run_planned(stage: _Captured, plan: Plan) -> LaterWeights:
-    """Make a stage's module run its plan; return what its backwards leave for later, which may be nothing."""
+def _run_planned(stage: _Captured, plan: Plan) -> None:
+    """Make a stage's module run its plan."""
     # The buffers that gradients arrive in are the rank's: to the module they are its own.
     resident = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind != RECEIVED}
-    plan, later = replace(plan, static_bytes=resident), LaterWeights()
+    plan = replace(plan, static_bytes=resident)
     options = replace(
         stage.options,
         is_stage=True,
         budget=Budget(plan.budget_bytes),
         reused_plan=plan,
-        deferred=later if stage.options.deferred is not None else None,
     )
     running = runtimes.get(options.runtime.name).start(stage.stage.submod, options, plan=plan, replan=False)
     install_planned_call(stage.stage.submod, running)
-    return later

@@ -63,13 +63,6 @@ class Pass:
     is_backward: bool
     chunk: int
     micro_batch: int
-    is_rest: bool = False
-    """Whether it is the second part of a backward that is asked for in two: the gradients of weights."""
-
-    @property
-    def phase(self) -> int:
-        """0 for a forward, 1 for a backward or its first part, 2 for the rest of it."""
-        return self.is_backward + self.is_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +74,10 @@ class Load:
     """
 
     chunk: int
-    phase: int
-    """See :attr:`Pass.phase`."""
+    is_backward: bool
     others: tuple[int, ...]
     accumulated: tuple[bool, ...]
     left_bytes: int
-    half_done: tuple[int, ...]
-    """For each chunk, how many other micro-batches wait for the rest of a backward that is asked for in two."""
 
 
 def warm_up_of(stages: int, stage: int, chunks: int = 1) -> int:
@@ -129,16 +119,13 @@ def loads(order: Sequence[Pass], chunks: int, left_bytes: Sequence[int] = ()) ->
 
     ``left_bytes`` are, for each pass, what of finished micro-batches the device still holds; see :func:`left_by`.
     """
-    waiting, half_done = [0] * chunks, [0] * chunks
-    accumulated = [False] * chunks
-    in_two = any(done.is_rest for done in order)
+    waiting, accumulated = [0] * chunks, [False] * chunks
     seen: dict[Load, None] = {}
     for done, left in zip(order, left_bytes or [0] * len(order), strict=True):
-        (half_done if done.is_rest else waiting)[done.chunk] -= done.is_backward
-        seen[Load(done.chunk, done.phase, tuple(waiting), tuple(accumulated), left, tuple(half_done))] = None
+        waiting[done.chunk] -= done.is_backward
+        seen[Load(done.chunk, done.is_backward, tuple(waiting), tuple(accumulated), left)] = None
         waiting[done.chunk] += not done.is_backward
-        half_done[done.chunk] += in_two and done.is_backward and not done.is_rest
-        accumulated[done.chunk] |= done.is_rest if in_two else done.is_backward
+        accumulated[done.chunk] |= done.is_backward
     return tuple(seen)
 
 
@@ -193,8 +180,6 @@ def left_by(order: Sequence[Pass], boundaries: Sequence[Boundary], *, warm_up: i
             held += boundary.handed_bytes * (forwards // len(boundaries) - count)
         left.append(held)
         if done is not None:
-            ends = done.is_backward and not done.is_rest
-            in_flight[done.chunk] += not done.is_backward
-            in_flight[done.chunk] -= ends
-            over += [done] * ends
+            in_flight[done.chunk] += -1 if done.is_backward else 1
+            over += [done] * done.is_backward
     return left

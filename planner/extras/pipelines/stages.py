@@ -43,14 +43,6 @@ class Stage:
     beside: tuple[int, ...]
     gradient_bytes: int
     """Gradients of its parameters."""
-    half_done: int | None = None
-    """Where the gradients of weights are asked for later, the operation during which nothing runs before that: what is
-    ``beside`` their part follows."""
-
-    @property
-    def phases(self) -> int:
-        """In how many parts a micro-batch passes: forward and backward, and the rest of that."""
-        return 2 if self.half_done is None else 3
 
     def problem(
         self, budget_bytes: int, beside_bytes: Sequence[int] | None = None, most_saved_bytes: int | None = None
@@ -67,7 +59,7 @@ class Stage:
             bound_bytes = budget_bytes - most_saved_bytes
         # What is beside it in the forward and in the backward would both count while it waits. Neither has to: each
         # does right before, or right after. With the rest of the workspace, nothing more than the bound fits.
-        costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=bound_bytes - sum(beside_bytes[:4]))
+        costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=bound_bytes - sum(beside_bytes))
         graph = replace(self.graph, values=tuple(values))
         return Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
 
@@ -112,13 +104,11 @@ def whole_stage(
     input_gradients: Collection[int],
     received: Collection[int],
     loss: LossPasses | None,
-    rest: int | None = None,
 ) -> Stage:
     """Return the step of a module that is a stage, captured alone, as a stage.
 
     Of its values, ``input_gradients`` are sent on and not added up, and ``received`` are resident: buffers that
-    gradients arrive in. The last stage has a loss in place of those. From the operation ``rest`` on only gradients of
-    weights are computed, if these are asked for later.
+    gradients arrive in. The last stage has a loss in place of those.
     """
     made = _Builder(graph)
     made.values = list(graph.values)
@@ -132,41 +122,25 @@ def whole_stage(
     made.operations += graph.operations[:turn]
     made.costs += costs[:turn]
     saved: tuple[int, ...] = ()
-    # What is let go with the first part of a backward; with a whole one it stays to its end.
-    let_go = [index for index, value in enumerate(made.values) if value.retained and value.kind == "output"]
-    let_go += input_gradients
     if loss is not None:
         saved = (made.new(Value(name="saved by the loss", size_bytes=loss.saved_bytes)),)
         held = made.new(Value(name="loss", size_bytes=loss.held_bytes, retained=True, kind="output"))
-        let_go.append(held)
         made.hand_over("loss forward", Phase.LOSS, receives=(*saved, held), workspace_bytes=loss.forward_bytes)
     wait = len(made.operations)
     made.hand_over("wait", Phase.LOSS, receives=backward, sends=forward)
     at_turn = graph.operations[turn]
     made.operations.append(replace(at_turn, inputs=(*at_turn.inputs, *saved)))
     made.costs.append(OperationCost(seconds=0.0, workspace_bytes=loss.backward_bytes if loss else 0))
-    half_done: int | None = None
-    beside: tuple[int, ...] = (*forward, *backward)
-    if rest is not None:
-        made.operations += graph.operations[turn + 1 : rest]
-        made.costs += costs[turn + 1 : rest]
-        made.hold_until_sent(let_go)
-        made.hand_over("gradients of inputs sent", Phase.BACKWARD, sends=(*let_go, *backward))
-        backward = made.others(Phase.BACKWARD)
-        half_done, beside = len(made.operations), (*beside, *backward)
-        made.hand_over("wait for the rest", Phase.BACKWARD, receives=backward)
-    begins = rest or turn + 1
-    made.operations += graph.operations[begins:]
-    made.costs += costs[begins:]
+    made.operations += graph.operations[turn + 1 :]
+    made.costs += costs[turn + 1 :]
     made.hand_over("pass ends", Phase.BACKWARD, sends=backward)
     layers = dict.fromkeys(layer for layer in find_layers(graph).of if layer)
     return made.finish(
         layers=tuple(layers),
         operations=tuple(range(len(graph.operations))),
         wait=wait,
-        beside=beside,
+        beside=(*forward, *backward),
         gradient_bytes=gradient_bytes,
-        half_done=half_done,
     )
 
 
@@ -269,15 +243,6 @@ class _Builder:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self.costs: list[OperationCost] = []
-
-    def hold_until_sent(self, values: Collection[int]) -> None:
-        """Keep values from when they are made to when they are let go, and no longer: nobody else gives them back."""
-        for index in values:
-            self.values[index] = replace(self.values[index], retained=False)
-        self.operations = [
-            operation if set(values).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
-            for operation in self.operations
-        ]
 
     def new(self, value: Value) -> int:
         self.values.append(value)

@@ -28,8 +28,6 @@ def _torchtitan(estimate: Estimate, table: ModelTable, question: Question) -> li
         "parallelism.data_parallel_shard_degree": 1 if is_replicated else split.data,
         "parallelism.fsdp_reshard_after_forward": "never" if split.sharding == FSDP2_KEPT else "always",
         "parallelism.tensor_parallel_degree": split.tensor,
-        "parallelism.context_parallel_degree": split.context,
-        "parallelism.expert_parallel_degree": split.expert,
         "parallelism.pipeline_parallel_degree": split.pipeline,
     }
     if split.pipeline > 1:
@@ -67,21 +65,18 @@ def _megatron(estimate: Estimate, table: ModelTable, question: Question) -> list
     told: dict[str, object] = {
         "--tensor-model-parallel-size": split.tensor,
         "--pipeline-model-parallel-size": split.pipeline,
-        "--context-parallel-size": split.context,
         "--micro-batch-size": split.micro_batch,
         "--global-batch-size": question.global_batch,
         "--seq-length": table.tokens,
     }
     flags = ["--bf16"]
-    if split.expert > 1:
-        told["--expert-model-parallel-size"] = split.expert
     if split.tensor > 1:
         flags.append("--sequence-parallel")
     if split.chunks > 1:
         told["--num-virtual-stages-per-pipeline-rank"] = split.chunks
     if split.pipeline > 1 and has_short_ends(len(table.row), split.pipeline * split.chunks):
         flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
-    if split.shards > 1:
+    if split.data > 1:
         flags.append("--overlap-grad-reduce")
     if split.sharding == OPTIMIZER:
         flags += ["--use-distributed-optimizer", "--overlap-param-gather"]

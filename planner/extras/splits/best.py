@@ -44,9 +44,8 @@ def best_splits(
 ) -> Answer:
     """Find which split of a model over many devices trains most tokens a second within the memory of each.
 
-    Nothing is run. Splits are over replicas (whose weights may be sharded), over devices that share each layer, over
-    stages of a pipeline, over devices that share a sequence, and over experts; with them come the size of a
-    micro-batch and what is recomputed.
+    Nothing is run. Splits are over replicas (whose weights may be sharded), over devices that share each layer, and
+    over stages of a pipeline; with them come the size of a micro-batch and what is recomputed.
 
     Parameters
     ----------

@@ -40,9 +40,6 @@ _LEFT: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 _SMALL = 0.01
 """Of the largest product's weight: smaller ones, a router's say, are computed whole, by each device for its tokens."""
 
-_EXPERTS = ("grouped_mm", "bmm", "baddbmm")
-"""Products of stacked matrices; where one factor is a parameter, that has a matrix for each expert."""
-
 
 def split_table(
     model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, options: Options, *, tokens: int | None
@@ -85,13 +82,6 @@ class _Tabulation:
         )
         attention = {node: operation.key for node, operation in operations.items() if ATTENTION in operation.target}
         self.causal = {key for node, key in attention.items() if _is_causal(node)}
-        self.ring = {  # keys and values
-            key: sum(map(_bytes, node.args[1:3]))
-            for node, key in attention.items()
-            if operations[node].phase is Phase.FORWARD
-        }
-        experts = {operation.key: self._expert_weight(node) for node, operation in operations.items()}
-        self.experts = {key: weight for key, weight in experts.items() if weight is not None}
 
     def table(self, tokens: int | None) -> ModelTable:
         """Tabulate all layers; those before the row, and those after it, as one."""
@@ -106,7 +96,6 @@ class _Tabulation:
             else:
                 (last if row else first).append(stage)
         kinds = list(dict.fromkeys(row))
-        counts = {weight.shape[0] for weight in self.experts.values()}
         return ModelTable(
             name=self.name,
             first=self._together(first),
@@ -115,8 +104,6 @@ class _Tabulation:
             row=tuple(map(kinds.index, row)),
             tokens=tokens or 1,
             tensor_degrees=self.tensor_degrees,
-            splits_sequences=tokens is not None and all(layer.ring_bytes for layer in kinds),
-            experts=counts.pop() if len(counts) == 1 else 1,
             tied_bytes=self._weights_of(self._storages(first) & self._storages(last))["parameter_bytes"],
         )
 
@@ -126,20 +113,15 @@ class _Tabulation:
         running = [operation for operation in graph.operations if _runs(operation)]
         forward = [operation for operation in running if operation.phase is Phase.FORWARD]
         backward = [operation for operation in running if operation.phase is not Phase.FORWARD]
-        experts = [operation for operation in forward if _among(self.experts, operation)]
         sends = (operation for operation in stage.graph.operations if operation.name == "activations sent")
         sent_bytes = max((graph.values[value].size_bytes for one in sends for value in one.inputs), default=0)
-        # What experts give is summed too where their devices share them.
-        summed_by_experts = sent_bytes if experts else 0
         return Layer(
             forward=self._works(forward, graph),
             backward=self._works(backward, graph),
             choices=tuple(self._choices(replace(stage, graph=graph), plans)),
             boundary_bytes=sent_bytes,
-            summed_forward_bytes=_told(forward, self.summed) + summed_by_experts,
-            summed_backward_bytes=_told(forward, self.gradients_summed) + summed_by_experts,
-            ring_bytes=_told(forward, self.ring),
-            routed_bytes=max((graph.values[one.inputs[0]].size_bytes for one in experts if one.inputs), default=0),
+            summed_forward_bytes=_told(forward, self.summed),
+            summed_backward_bytes=_told(forward, self.gradients_summed),
             **self._weights_of(self._storages([stage])),
         )
 
@@ -169,8 +151,6 @@ class _Tabulation:
                 moved_bytes=moved_bytes,
                 weight_bytes=operation.moved_bytes - moved_bytes,
                 dtype=operation.dtype,
-                is_attention=ATTENTION in operation.target,
-                of_experts=_among(self.experts, operation),
             )
 
         return merged(map(work, operations))
@@ -226,20 +206,11 @@ class _Tabulation:
             master_weights=self.training.master_weights,
         )
         sizes = {storage_id(p): in_memory(p).nbytes for p in part.parameters()}
-        of_experts = sum(sizes.get(storage, 0) for storage in set(map(storage_id, self.experts.values())))
         return {
             "parameter_bytes": sum(sizes.values()),
             "gradient_bytes": sum(in_memory(p).nbytes for p in part.parameters() if p.requires_grad),
             "optimizer_bytes": memory.state_bytes + memory.master_bytes,
-            "expert_share": of_experts / max(sum(sizes.values()), 1),
         }
-
-    def _expert_weight(self, node: fx.Node) -> Any:
-        """Return the parameter with a matrix for each expert that a node multiplies with, if it does."""
-        if not any(name in str(node.target) for name in _EXPERTS):
-            return None
-        given = map(self._given, node.all_input_nodes)
-        return next((tensor for tensor in given if tensor is not None and tensor.dim() == 3), None)
 
     def _given(self, node: fx.Node) -> Any:
         """Return the parameter that a node is, or is made of alone."""

@@ -49,8 +49,6 @@ class Timed(NamedTuple):
 
     forward: float
     backward: float
-    attention_forward: float
-    attention_backward: float
     reruns: tuple[float, ...]
 
 
@@ -68,9 +66,9 @@ class Estimator:
     def estimate(self, split: Split) -> Estimate:
         """Estimate a split; where it does not fit, that is with the lowest peak that it has."""
         count = split.micro_batches(self.question.global_batch)
-        share = Share(split.micro_batch, split.tensor, split.context, split.expert)
+        share = Share(split.micro_batch, split.tensor)
         stages = self.stages(split.pipeline, split.chunks)
-        weights = [self.weights(stage, split.tensor, split.expert, split.shards) for stage in stages]
+        weights = [self.weights(stage, split.tensor, split.data) for stage in stages]
         held = [resident(each, split, count) for each in weights]
         kept = [
             self.ways(stage, share).best(
@@ -105,28 +103,24 @@ class Estimator:
         return Timed(
             seconds(layer.forward),
             seconds(layer.backward),
-            seconds([work for work in layer.forward if work.is_attention]),
-            seconds([work for work in layer.backward if work.is_attention]),
             tuple(seconds(choice.reruns) for choice in layer.choices),
         )
 
     def _work_seconds(self, works: Sequence[Work], share: Share) -> float:
         def scaled(work: Work) -> Work:
-            tokens = share.tokens / share.tensor
-            weights = share.tensor * (share.expert if work.of_experts else 1)
-            moved_bytes = int(work.moved_bytes * tokens + work.weight_bytes / weights)
-            return replace(work, flops=int(work.flops * tokens), moved_bytes=moved_bytes)
+            samples = share.micro_batch / share.tensor
+            moved_bytes = int(work.moved_bytes * samples + work.weight_bytes / share.tensor)
+            return replace(work, flops=int(work.flops * samples), moved_bytes=moved_bytes)
 
         costs = self.roofline.costs([scaled(work) for work in works])
         return sum(work.times * cost.seconds for work, cost in zip(works, costs, strict=True))
 
     def _pace(self, stage: Stage, share: Share) -> tuple[float, ...]:
-        """Return a stage's seconds for a micro-batch: forward, backward, and what waits for tensor, context, expert."""
-        found = np.zeros(5)
+        """Return a stage's seconds for a micro-batch: forward, backward, and sums over devices that share layers."""
+        found = np.zeros(3)
         for number, count in Counter(stage).items():
             layer, timed = self.layers[number], self.timed(number, share)
-            waits = (self._sums(layer, number, share), self._ring(layer, timed, share), self._routing(layer, share))
-            found += count * np.array([timed.forward, timed.backward, *waits])
+            found += count * np.array([timed.forward, timed.backward, self._sums(layer, number, share)])
         return tuple(found)
 
     def _sums(self, layer: Layer, number: int, share: Share) -> float:
@@ -138,42 +132,25 @@ class Estimator:
         forward, backward = layer.summed_forward_bytes, layer.summed_backward_bytes
         if number < ROW:
             forward = backward = self.table.kinds[0].boundary_bytes
-        return float(self.links.pass_seconds((3 * forward + 2 * backward) * share.tokens, share.tensor))
-
-    def _ring(self, layer: Layer, timed: Timed, share: Share) -> float:
-        """Return how long attention waits for keys and values: they pass once forward; with their gradients, back."""
-        if share.context == 1 or not layer.ring_bytes:
-            return 0.0
-        reach = share.tensor * share.context
-        distance = share.tensor if reach <= self.links.node_devices else reach
-        once = (share.context - 1) * self.links.send_seconds(share.held(layer.ring_bytes), distance)
-        return max(0.0, once - timed.attention_forward) + max(0.0, 2 * once - timed.attention_backward)
-
-    def _routing(self, layer: Layer, share: Share) -> float:
-        """Return the time of sending tokens to experts and back, forward and backward."""
-        if share.expert == 1 or not layer.routed_bytes:
-            return 0.0
-        return 4 * self.links.exchange_seconds(share.held(layer.routed_bytes), share.expert, share.tensor)
+        return float(self.links.pass_seconds((3 * forward + 2 * backward) * share.micro_batch, share.tensor))
 
     def _seconds(
         self, split: Split, share: Share, stages: Sequence[Stage], weights: Sequence[Weights], kept: Sequence[Kept]
     ) -> dict[str, float]:
         """Put a step's time together: the slowest stage sets the pace, the others fill and drain the pipeline."""
         count = split.micro_batches(self.question.global_batch)
-        forward, backward, tensor, context, expert = np.array([self.pace(stage, share) for stage in stages]).T
+        forward, backward, tensor = np.array([self.pace(stage, share) for stage in stages]).T
         again = np.array([way.seconds for way in kept])
-        resummed_bytes = 2 * np.array([way.summed_bytes for way in kept]) * share.tokens
+        resummed_bytes = 2 * np.array([way.summed_bytes for way in kept]) * share.micro_batch
         each, once = self._data(split, count, weights, forward, backward + again)
         sent = 0.0
         if split.pipeline > 1:
             sent_bytes = share.held(self.table.kinds[0].boundary_bytes)
-            sent = 2 * split.chunks * self.links.send_seconds(sent_bytes, split.data * split.tensor * split.context)
+            sent = 2 * split.chunks * self.links.send_seconds(sent_bytes, split.data * split.tensor)
         of_micro_batch = {
             "compute": forward + backward,
             "recompute": again,
             "tensor": tensor + self.links.pass_seconds(resummed_bytes, split.tensor),
-            "context": context,
-            "expert": expert,
             "data": each,
             "pipeline": np.full(len(stages), sent),
         }
@@ -190,12 +167,12 @@ class Estimator:
     ) -> tuple[Array, Array]:
         """Return what waits for other replicas on each stage: with each micro-batch, and once in a step."""
         none = np.zeros(len(weights))
-        if split.shards == 1:
+        if split.data == 1:
             return none, none
         if not self.question.overlap:
             forward = backward = none
         whole = np.array([one.whole for one in weights])
-        gather, reduce = (self.links.pass_seconds(whole[:, kind], split.shards, split.tensor) for kind in (0, 1))
+        gather, reduce = (self.links.pass_seconds(whole[:, kind], split.data, split.tensor) for kind in (0, 1))
         units = max(1, len(self.table.row) // split.pipeline)
 
         def waits(seconds: Array, hidden_by: Array) -> Array:
@@ -215,7 +192,7 @@ class Estimator:
 
     def _update(self, split: Split, weights: Weights) -> float:
         """Return the time of the optimizer's step: all that it reads and writes moves once each way."""
-        is_whole = split.shards == 1 or split.sharding == REPLICATED
+        is_whole = split.data == 1 or split.sharding == REPLICATED
         device = self.question.device
         rate = device.bandwidth_bytes_per_second * device.bandwidth_efficiency
         return 2 * sum(weights.whole if is_whole else weights.sharded) / rate

@@ -41,15 +41,9 @@ def shapes(table: ModelTable, question: Question) -> Iterator[Shape]:
         if tokens > 1 and tokens % tensor:
             continue
         for pipeline in divisors(gpus // tensor):
-            for context in divisors(gpus // tensor // pipeline) if table.splits_sequences else (1,):
-                data = gpus // tensor // pipeline // context
-                # Each device has a piece of the sequence's start and one of its end, so that all are equally busy.
-                in_pieces = context == 1 or tokens % (2 * context * tensor) == 0
-                if not in_pieces or question.global_batch % data or not can_cut(len(table.row), pipeline):
-                    continue
-                for expert in divisors(table.experts):
-                    if data * context % expert == 0:
-                        yield Shape(data, tensor, pipeline, context, expert)
+            data = gpus // tensor // pipeline
+            if question.global_batch % data == 0 and can_cut(len(table.row), pipeline):
+                yield Shape(data, tensor, pipeline)
 
 
 def splits_of(shape: Shape, table: ModelTable, question: Question) -> Iterator[Split]:
@@ -69,10 +63,10 @@ def _shardings(shape: Shape, engine: str) -> Iterator[str]:
 
     torchtitan replicates only where nothing else is split.
     """
-    if shape.data * shape.context == 1:
+    if shape.data == 1:
         yield REPLICATED
         return
-    is_alone = shape.tensor * shape.pipeline * shape.context * shape.expert == 1
+    is_alone = shape.tensor * shape.pipeline == 1
     for sharding in SHARDINGS[engine]:
         if sharding != REPLICATED or engine != "torchtitan" or is_alone:
             yield sharding

@@ -24,21 +24,14 @@ Stage = tuple[int, ...]
 
 
 class Share(NamedTuple):
-    """What a device has of a layer: samples over devices that share one sequence, and shares of its weights."""
+    """What a device has of a layer: samples, and over how many devices its weights are shared."""
 
     micro_batch: int
     tensor: int
-    context: int
-    expert: int
-
-    @property
-    def tokens(self) -> float:
-        """Of one sample's tokens, all that a group of devices which share layers has."""
-        return self.micro_batch / self.context
 
     def held(self, size_bytes: int) -> int:
         """Return what a device holds of so many bytes of a sample: devices that share layers divide its tokens too."""
-        return -(-size_bytes * self.micro_batch // (self.context * self.tensor))
+        return -(-size_bytes * self.micro_batch // self.tensor)
 
 
 def has_short_ends(layers: int, groups: int) -> bool:
@@ -98,26 +91,22 @@ class Weights(NamedTuple):
     """Parameters of what is there beside the row."""
 
 
-def weights_of(
-    table: ModelTable, layers: Sequence[Layer], stage: Stage, tensor: int, expert: int, shards: int
-) -> Weights:
+def weights_of(table: ModelTable, layers: Sequence[Layer], stage: Stage, tensor: int, shards: int) -> Weights:
     """Count the weights of a stage, shared by the devices of a layer."""
     times = dict[int, float](Counter(stage))
     if FIRST in times and LAST in times:  # what both ends hold is there once
         times[LAST] -= table.tied_bytes / max(table.last.parameter_bytes, 1)
-    whole, sharded, largest, ends = np.zeros(3), np.zeros(3), 0.0, 0.0
+    whole, largest, ends = np.zeros(3), 0.0, 0.0
     for number, count in times.items():
         layer = layers[number]
         bytes_of = np.array([layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_bytes]) / tensor
-        dense, routed = 1 - layer.expert_share, layer.expert_share / expert
-        whole += count * bytes_of * (dense + routed)
-        sharded += count * bytes_of * (dense / shards + routed / max(shards // expert, 1))
-        parameter_bytes = float(bytes_of[0]) * (dense + routed)
+        whole += count * bytes_of
+        parameter_bytes = float(bytes_of[0])
         if number >= ROW:
             largest = max(largest, parameter_bytes)
         else:
             ends += count * parameter_bytes
-    return Weights(tuple(map(ceil, whole)), tuple(map(ceil, sharded)), ceil(largest), ceil(ends))
+    return Weights(tuple(map(ceil, whole)), tuple(map(ceil, whole / shards)), ceil(largest), ceil(ends))
 
 
 def resident(weights: Weights, split: Split, micro_batches: int) -> dict[str, int]:
@@ -129,7 +118,7 @@ def resident(weights: Weights, split: Split, micro_batches: int) -> dict[str, in
     """
     parameters, gradients, optimizer = weights.whole
     communication = 0
-    if split.shards > 1 and split.sharding in (FSDP2, FSDP2_KEPT):
+    if split.data > 1 and split.sharding in (FSDP2, FSDP2_KEPT):
         unit = max(weights.ends, weights.largest_layer)
         gathered = parameters if split.sharding == FSDP2_KEPT else weights.ends + 2 * weights.largest_layer
         communication = gathered + 2 * unit
@@ -137,9 +126,9 @@ def resident(weights: Weights, split: Split, micro_batches: int) -> dict[str, in
         parameters, gradients, optimizer = weights.sharded
         if accumulates(split, micro_batches):
             gradients = whole_gradients
-    elif split.shards > 1 and split.sharding == OPTIMIZER:
+    elif split.data > 1 and split.sharding == OPTIMIZER:
         optimizer = weights.sharded[2]
-    elif split.shards > 1 and split.sharding == REPLICATED and split.engine == "torchtitan":
+    elif split.data > 1 and split.sharding == REPLICATED and split.engine == "torchtitan":
         communication = gradients
     return {
         "parameters": parameters,
@@ -219,7 +208,7 @@ def ways_of(stage: Stage, layers: Sequence[Layer], reruns: Sequence[Sequence[flo
     def working_bytes(number: int, choice: Choice) -> int:
         boundary_bytes, gathered_bytes = layers[number].boundary_bytes, 0
         if share.tensor > 1:  # what is summed and scattered along the sequence is there whole for a moment
-            gathered_bytes = -(-boundary_bytes * share.micro_batch // share.context) - share.held(boundary_bytes)
+            gathered_bytes = boundary_bytes * share.micro_batch - share.held(boundary_bytes)
         return share.held(choice.working_bytes) + gathered_bytes
 
     # For each kind of layer and each choice: bytes saved, seconds again, bytes summed again, bytes at work.

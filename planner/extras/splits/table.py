@@ -1,7 +1,7 @@
 """A model as a table of its layers: what one sample takes on one device that holds all of each layer.
 
-Every figure is for one sample of full length. What a device has of it under a split follows from that: a share of the
-tokens (samples of its micro-batch over the devices that share a sequence), and a share of each weight.
+Every figure is for one sample of full length. What a device has of it under a split follows from that: the samples of
+its micro-batch, and a share of each weight.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class Work:
     dtype: str = "float32"
     name: str = ""
     signature: str = ""
-    is_attention: bool = False
-    of_experts: bool = False
     times: int = 1
     """How many operations are alike."""
 
@@ -62,17 +60,11 @@ class Layer:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     """State of the optimizer, and master weights."""
-    expert_share: float = 0.0
-    """Of the three before, what belongs to experts."""
     boundary_bytes: int = 0
     """What it hands to the next layer."""
     summed_forward_bytes: int = 0
     """Results that are summed where the layer is shared by several devices."""
     summed_backward_bytes: int = 0
-    ring_bytes: int = 0
-    """Keys and values, which pass around where several devices share a sequence."""
-    routed_bytes: int = 0
-    """What is sent to experts; as much comes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +82,6 @@ class ModelTable:
     """Of one sample; 1 where it is no sequence."""
     tensor_degrees: tuple[int, ...] = (1,)
     """By how many devices a layer can be shared."""
-    splits_sequences: bool = False
-    """Whether devices can share a sequence: all that mixes its tokens is fused attention."""
-    experts: int = 1
-    """In each layer that has any."""
     tied_bytes: int = 0
     """Parameters that the first and the last stage both hold: counted once on a device that has both."""
     assumed: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ class Links:
         >>> [round(links.pass_seconds(*group), 3) for group in ((64, 8), (128, 16), (128, 2, 8))]
         [0.7, 1.875, 8.0]
         """
-        local = self._neighbours(members, stride)
+        local = max(1, min(members, self.node_devices // stride))  # so many of a group are in one node
         nodes = -(-members // local)
         rate = self.node_bytes_per_second
         if nodes > 1:
@@ -72,26 +72,12 @@ class Links:
         hops = (local - 1) * _NODE_HOP_SECONDS + (nodes - 1) * _NETWORK_HOP_SECONDS
         return size_bytes * (members - 1) / members / (rate * EFFICIENCY) + hops
 
-    def exchange_seconds(self, size_bytes: float, members: int, stride: int = 1) -> float:
-        """Return the time in which each of several members sends so many bytes, in equal parts to all (all-to-all).
-
-        What goes to other nodes is what is waited for.
-        """
-        local = self._neighbours(members, stride)
-        if local == members:
-            return self.send_seconds(size_bytes * (members - 1) / members, 0)
-        return self.send_seconds(size_bytes * (members - local) / members, self.node_devices)
-
     def send_seconds(self, size_bytes: float, distance: int) -> float:
         """Return the time in which a device sends bytes to one that far away; a row of them crosses nodes somewhere."""
         rate, hop_seconds = self.network_bytes_per_second, _NETWORK_HOP_SECONDS
         if distance < self.node_devices:
             rate, hop_seconds = self.node_bytes_per_second, _NODE_HOP_SECONDS
         return size_bytes / (rate * EFFICIENCY) + hop_seconds
-
-    def _neighbours(self, members: int, stride: int) -> int:
-        """Return how many members of a group are in one node."""
-        return max(1, min(members, self.node_devices // stride))
 
 
 def links_of(
@@ -135,8 +121,6 @@ class Shape(NamedTuple):
     data: int
     tensor: int
     pipeline: int
-    context: int
-    expert: int
 
     @property
     def named(self) -> dict[str, int]:
@@ -178,15 +162,13 @@ class Question:
 class Split:
     """One way to train a model on many devices.
 
-    >>> print(Split(4, 2, 1, 1, 1, 2, 1, "fsdp2", "torchtitan"))
+    >>> print(Split(4, 2, 1, 2, 1, "fsdp2", "torchtitan"))
     data 4 (fsdp2), tensor 2, micro-batch 2
     """
 
     data: int
     tensor: int
     pipeline: int
-    context: int
-    expert: int
     micro_batch: int
     """Samples."""
     chunks: int
@@ -197,12 +179,7 @@ class Split:
     @property
     def shape(self) -> Shape:
         """The degrees alone."""
-        return Shape(self.data, self.tensor, self.pipeline, self.context, self.expert)
-
-    @property
-    def shards(self) -> int:
-        """Over how many devices parameters that all of them share can be spread."""
-        return self.data * self.context
+        return Shape(self.data, self.tensor, self.pipeline)
 
     def micro_batches(self, global_batch: int) -> int:
         """Return how many micro-batches a step has."""
@@ -221,8 +198,6 @@ PARTS = {
     "recompute": "recompute",
     "bubble": "the pipeline's bubble",
     "tensor": "sums between devices that share layers",
-    "context": "waiting for keys and values",
-    "expert": "sending tokens to experts",
     "data": "waiting for other replicas",
     "pipeline": "sending between stages",
     "optimizer": "the optimizer's step",
@@ -276,7 +251,7 @@ class Estimate:
     def key(self) -> tuple[Any, ...]:
         """The order of answers: the fastest, to six digits; then what is split least, then the lowest peak."""
         split = self.split
-        degrees = (split.context, split.pipeline, split.tensor, split.expert, split.chunks)
+        degrees = (split.pipeline, split.tensor, split.chunks)
         # Sums in another order are no difference.
         return (float(f"{self.step_seconds:.6g}"), *degrees, self.peak_bytes, split)
 

@@ -3,24 +3,21 @@
 An integer programme over the regions, with one row for each moment of the step that matters. Rows are
 added where a choice, simulated, breaks the budget; since any set of them relaxes the whole question,
 each optimum bounds from below what *choices of these regions* can do.
-
-Where regions send values to the host, one row keeps its budget, and two say how long computing waits at
-least: all is sent while the forward computes or waits, and all is fetched while the rest of the step does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from planner.common.limits import Clock
-from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Keepable, Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.layers import path_prefixes
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
+from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, minimise
 from planner.solving.modules.peaks import Group, Need, Needs
 from planner.solving.step_cut import Model
@@ -35,82 +32,34 @@ _TURNS_PER_SECOND = 1000
 
 
 class Chooser:
-    """Chooses regions to checkpoint; a choice that is so near to the best, in seconds, is not bettered."""
+    """Chooses regions to checkpoint."""
 
     def __init__(
-        self,
-        problem: Problem,
-        regions: Sequence[Region],
-        clock: Clock,
-        progress: Progress | None = None,
-        *,
-        near_seconds: float = 0.0,
+        self, problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None
     ) -> None:
         self.problem = problem
-        self.near_seconds = near_seconds
         self.regions = regions
         self.clock = clock
         self._needs = Needs(problem.graph, problem.costs, regions)
         self._seconds = [sum(problem.costs[index].seconds for index in region.recompute) for region in regions]
-        values = problem.graph.values
-        self._sent_bytes = [sum(values[sent.value].size_bytes for sent in region.sent) for region in regions]
-        self._sent_seconds = [problem.host.seconds(size) if problem.host else 0.0 for size in self._sent_bytes]
         self._moments: dict[int, Need] = {}
         """By operation of the base order; that of a region's recompute by minus its number, less one."""
         self._refused: list[frozenset[int]] = []
         self._tell = progress or (lambda _: None)
 
-    def cheapest(self) -> Solution:
-        """Return the choice within the budget that recomputes least; without one, the error has the lowest peak."""
-        chosen, bound = self.choose()
-        evaluation = self._simulate(chosen)
-        if evaluation.peak_bytes > self.problem.budget_bytes:
-            raise self.infeasible(chosen, bound)
-        return Solution.simulated(evaluation, self.schedule(chosen), NAME, lower_bound_seconds=bound)
-
-    def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
-        """Return the error that says what the lowest choice needs."""
-        graph, evaluation = self.problem.graph, self._simulate(lowest)
-        return InfeasibleBudgetError(
-            "no choice of checkpointed modules keeps the budget",
-            minimum_feasible_peak_bytes=evaluation.peak_bytes + graph.total_static_bytes,
-            operation=graph.operations[self.schedule(lowest).order[evaluation.peak_position]].name,
-            lower_bound_seconds=bound,
-        )
-
-    def choose(
-        self, price: float = 0.0, free_bytes: int = 0, most_sent_bytes: int | None = None
-    ) -> tuple[frozenset[int], float]:
-        """Return the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds.
-
-        With a price, so much of all transfers counts as if computing waited for it; some of the budget may be left
-        free, and less may be sent than the host takes. The bound is then of the same.
-        """
-        budget_bytes = self.problem.budget_bytes - free_bytes
-        chosen, bound = self._within(
-            budget_bytes, lambda: self._model(budget_bytes, price, most_sent_bytes=most_sent_bytes)
-        )
-        return self.lowest() if chosen is None else chosen, bound
-
-    def least_sent(self) -> frozenset[int]:
-        """Return the choice that keeps the budget with the least of the host's memory, or else the empty one."""
-        budget_bytes = self.problem.budget_bytes
-        chosen, _ = self._within(budget_bytes, lambda: self._model(budget_bytes, least_sent=True))
-        return chosen or frozenset()
-
-    def _within(self, budget_bytes: int, write: Callable[[], Model]) -> tuple[frozenset[int] | None, float]:
-        """Return what a programme chooses within a budget, None if it has no solution, and a bound in seconds."""
+    def choose(self) -> tuple[frozenset[int], float]:
+        """Return the cheapest choice within the budget, or else the lowest that is found, and a bound in seconds."""
         chosen: frozenset[int] = frozenset()
         bound = 0.0
-        while (evaluation := self._simulate(chosen)).peak_bytes > budget_bytes:
-            self._add_moments(evaluation, chosen, budget_bytes)
+        while (evaluation := self._simulate(chosen)).peak_bytes > self.problem.budget_bytes:
+            self._add_moments(evaluation, chosen, self.problem.budget_bytes)
             self._tell(
                 f"{NAME}: budget required at {len(self._moments)} of the step; recompute adds at least {bound:.3g} s"
             )
-            answer = self._minimise(write())
+            answer = self._minimise(self._model(self.problem.budget_bytes))
             bound = max(bound, answer.bound * self._unit_seconds)
             if answer.columns is None:
-                return None, bound
+                return self.lowest(), bound
             chosen = self._chosen(answer)
         return chosen, bound
 
@@ -147,10 +96,9 @@ class Chooser:
         left = self.clock.left()
         if left <= 0:
             return Answer(None, 0.0)
-        gap = self.near_seconds / self._unit_seconds
         if not self.clock.counts_work:
-            return minimise(model, seconds=left, gap=gap)
-        answer = minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
+            return minimise(model, seconds=left)
+        answer = minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)))
         self.clock.work((1 + answer.turns) / _TURNS_PER_SECOND)
         return answer
 
@@ -180,30 +128,15 @@ class Chooser:
 
     @property
     def _unit_seconds(self) -> float:
-        return max(sum(self._seconds) + sum(self._sent_seconds), 1e-12)
+        return max(sum(self._seconds), 1e-12)
 
-    def _model(
-        self,
-        budget_bytes: int | None,
-        price: float = 0.0,
-        *,
-        least_sent: bool = False,
-        most_sent_bytes: int | None = None,
-    ) -> Model:
-        """Write the programme down: columns of regions first.
-
-        Without a budget the peak is to be lowered, for which there is a column; or what is sent, where that is asked.
-        """
+    def _model(self, budget_bytes: int | None) -> Model:
+        """Write the programme down, columns of regions first; without a budget the peak is to be lowered."""
         model = Model()
         unit = self.problem.baseline.peak_bytes
-        for number, seconds in enumerate(self._seconds):
-            cost = (seconds + 2 * price * self._sent_seconds[number]) / self._unit_seconds
-            if least_sent:
-                cost = self._sent_bytes[number] / unit
-            model.column(cost if budget_bytes is not None else 0.0, integer=True)
+        for seconds in self._seconds:
+            model.column(seconds / self._unit_seconds if budget_bytes is not None else 0.0, integer=True)
         peak = model.column(1.0) if budget_bytes is None else -1
-        if any(self._sent_bytes) and not least_sent:
-            self._add_host(model, most_sent_bytes, counts=budget_bytes is not None)
         for together in exclusive_sets(self.regions):
             if len(together) > 1:
                 model.at_least(-1.0, *((number, -1.0) for number in together))
@@ -226,28 +159,6 @@ class Chooser:
                 terms = {r: -1.0 if r in refused else 1.0 for r in range(len(self.regions))}
                 model.at_least(1.0 - len(refused), *terms.items())
         return model
-
-    def _add_host(self, model: Model, most_sent_bytes: int | None, *, counts: bool) -> None:
-        """Keep the host's budget, and let computing wait for what cannot hide."""
-        host, graph = self.problem.host, self.problem.graph
-        assert host is not None
-        most = max(sum(self._sent_bytes), 1)
-        allowed_bytes = host.budget_bytes if most_sent_bytes is None else min(host.budget_bytes, most_sent_bytes)
-        model.at_least(-allowed_bytes / most, *((r, -size / most) for r, size in enumerate(self._sent_bytes)))
-        if not counts:
-            return
-        unit_seconds = self._unit_seconds
-        forward = sum(cost.seconds for cost in self.problem.costs[: graph.loss_index])
-        sent = [(r, -seconds / unit_seconds) for r, seconds in enumerate(self._sent_seconds) if seconds]
-        again = dict(sent)
-        for r, seconds in enumerate(self._seconds):
-            again[r] = again.get(r, 0.0) + seconds / unit_seconds
-        # It stays below one half of its column's range: what reads off a solution which columns are set takes it for
-        # none.
-        most_seconds = 4 * sum(self._sent_seconds) / unit_seconds
-        for room, terms in ((forward, sent), (self.problem.baseline.seconds - forward, list(again.items()))):
-            waits = model.column(most_seconds)
-            model.at_least(-room / unit_seconds, (waits, most_seconds), *terms)
 
     @staticmethod
     def _group_column(model: Model, group: Group, columns: dict[Group, int]) -> int:
@@ -277,33 +188,19 @@ def exclusive_sets(regions: Sequence[Region]) -> list[tuple[int, ...]]:
     ]
 
 
-def cheapest(
-    problem: Problem,
-    regions: Sequence[Region],
-    clock: Clock,
-    progress: Progress | None = None,
-    *,
-    near_seconds: float = 0.0,
-) -> Solution:
+def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None) -> Solution:
     """Return the choice of variants to run regions again that keeps the budget with the least recompute.
 
-    Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. What is
-    so near to the best is not bettered. If none was found, an InfeasibleBudgetError has the lowest peak that was.
+    Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. If none was
+    found, an InfeasibleBudgetError has the lowest peak that was.
     """
-    found: list[Solution] = []
-    refused: list[InfeasibleBudgetError] = []
-    bound = 0.0
+    incumbent, bound_seconds = Incumbent(problem), 0.0
     for variants in (regions, variants_of(regions, problem.graph, problem.costs)):
-        try:
-            found.append(Chooser(problem, variants, clock, progress, near_seconds=near_seconds).cheapest())
-            bound = found[-1].lower_bound_seconds
-        except InfeasibleBudgetError as error:
-            refused.append(error)
-            bound = error.lower_bound_seconds
-    if not found:
-        raise min(refused, key=lambda error: error.minimum_feasible_peak_bytes)
-    best = min(found, key=lambda solution: solution.added_seconds)
-    return replace(best, lower_bound_seconds=min(best.added_seconds, bound))  # of the second: it chooses among more
+        chooser = Chooser(problem, variants, clock, progress)
+        chosen, bound_seconds = chooser.choose()
+        incumbent.update(chooser.schedule(chosen), NAME)
+    incumbent.raise_bound(bound_seconds)  # of the second: it chooses among more
+    return incumbent.solution(what="no choice of checkpointed modules keeps")
 
 
 def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:

@@ -1,4 +1,4 @@
-"""Bytes live at each moment of a step, for any choice of modules that are checkpointed or offloaded."""
+"""Bytes live at each moment of a step, for any choice of modules that are checkpointed."""
 
 from __future__ import annotations
 
@@ -60,19 +60,12 @@ class Needs:
             value for operation in graph.operations if operation.target == UNREAD for value in operation.outputs
         }
         """What is never made again in truth: a region that makes it again does not hold it."""
-        self._senders: list[list[tuple[int, int, int]]] = [[] for _ in graph.values]
-        """For each value, the regions that send it, and the moments from which and to which it is away."""
         for number, region in enumerate(regions):
-            back = _rerun(region.recompute_before) if region.recompute else -1
-            for sent in region.sent:
-                to = back if back >= 0 and sent.returns == region.recompute_before else _released(sent.returns)
-                self._senders[sent.value].append((number, _released(sent.leaves), to))
             made = {value for index in region.recompute for value in graph.operations[index].outputs}
             self._own.append(made - self._unread)
             for value in made:
                 self._makers[value].append(number)
-            sent_values = {sent.value for sent in region.sent}
-            outside = {v for index in region.recompute for v in graph.operations[index].inputs} - made - sent_values
+            outside = {v for index in region.recompute for v in graph.operations[index].inputs} - made
             for value in outside:
                 self._holders[value].append((number, _rerun(region.recompute_before)))
             held = set(graph.operations[region.hold].inputs) if region.hold is not None else set[int]()
@@ -103,7 +96,7 @@ class Needs:
         freed = [0] * (end + 1)
         for value in self._passing[number]:
             freed[last[value]] += graph.values[value].size_bytes
-        live = peak = sum(freed) + sum(graph.values[sent.value].size_bytes for sent in region.sent)
+        live = peak = sum(freed)
         for position, index in enumerate(region.recompute):
             for value in set(graph.operations[index].outputs) - self._unread:
                 live += graph.values[value].size_bytes
@@ -116,9 +109,7 @@ class Needs:
 
     def _need(self, moment: int, fixed_bytes: int, when: int | None) -> Need:
         graph, regions = self.graph, self.regions
-        own = set[int]()
-        if when is not None:
-            own = self._own[when] | self._passing[when] | {sent.value for sent in regions[when].sent}
+        own = self._own[when] | self._passing[when] if when is not None else set[int]()
         groups: dict[Group, int] = {}
         for value, maker in enumerate(graph.producer):
             size_bytes = graph.values[value].size_bytes
@@ -136,7 +127,7 @@ class Needs:
                     r
                     for r in self._makers[value]
                     if value in self._unread or moment < _rerun(regions[r].recompute_before) <= _first_run(reader)
-                ) | self._away(value, moment, when)
+                )
                 if not freed_by:
                     fixed_bytes += size_bytes
                     continue
@@ -152,12 +143,3 @@ class Needs:
                 group = (None, frozenset([number]))
                 groups[group] = groups.get(group, 0) + state_bytes
         return Need(fixed_bytes, groups, when)
-
-    def _away(self, value: int, moment: int, when: int | None) -> frozenset[int]:
-        """Return the regions because of which a value is in the host's memory."""
-        # At the moment of a recompute, what comes back for that of another region may still be there.
-        return frozenset(
-            number
-            for number, since, to in self._senders[value]
-            if since <= moment < to or (moment == to and when is not None)
-        )
