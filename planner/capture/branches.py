@@ -13,6 +13,7 @@ numbers or on what was written in place is left alone: Dynamo refuses it.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,14 +25,13 @@ import torch
 from torch import fx, nn
 
 from planner.capture.joint import sources
-from planner.capture.masks import AssumptionBrokenError, named, writes
 from planner.capture.state_restore import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, storage_id, version_of
-from planner.capture.tracing_internals import deciding, given_to, is_drawn_on_host, kept_by_tracing
-from planner.errors import CaptureError
+from planner.capture.tracing_internals import deciding, given_to, kept_by_tracing
+from planner.errors import PlannerError
 
 
-class OtherBranchError(AssumptionBrokenError):
+class OtherBranchError(PlannerError):
     """A call takes a branch that the captured program does not: never seen outside the runtime."""
 
 
@@ -73,8 +73,6 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
     if not calls:
         return None
     placeholders = graph.find_nodes(op="placeholder")
-    if any(map(is_drawn_on_host, placeholders)):
-        raise CaptureError("what it runs depends on data, and it draws from Python's or numpy's random state")
     all_origins = list(map(_Origin, calls))
     removed = set().union(*(origin.nodes for origin in all_origins))
     checked = [(origin, call) for origin, call in zip(all_origins, calls, strict=True) if not origin.is_constant()]
@@ -208,7 +206,8 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 def _names(origin: _Origin) -> str:
     """Return what people call the inputs that a condition is computed from."""
-    return "+".join(sorted(map(named, origin.given)))
+    names = (str(given.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for given in origin.given)
+    return "+".join(sorted(names))
 
 
 def _tensor(node: fx.Node) -> torch.Tensor | None:
@@ -224,7 +223,19 @@ def _storage(node: fx.Node) -> int | None:
 def _written(node: fx.Node) -> int | None:
     """Return the identity of the storage that a node writes into, if it writes."""
     into = node.kwargs.get("out") or (node.args[0] if node.args else None)
-    return _storage(into) if isinstance(into, fx.Node) and writes(node) else None
+    return _storage(into) if isinstance(into, fx.Node) and _writes(node) else None
+
+
+_WRITING_OPERATORS = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes into what it is given: torch's names for that end with an underscore."""
+    if getattr(node.target, "__module__", "") == "_operator":
+        return node.target in _WRITING_OPERATORS
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
+    return in_place or "out" in node.kwargs
 
 
 def _switches_types(node: fx.Node) -> bool:

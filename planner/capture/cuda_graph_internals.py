@@ -10,6 +10,7 @@ put where the first one was before each launch.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 
 from planner.capture.operands import multiply_both_ways
-from planner.capture.torch_internals import VERSION, entered, run_and_save_rng_state, run_with_rng_state
+from planner.capture.torch_internals import (
+    VERSION,
+    HigherOrderOperator,
+    OpOverload,
+    entered,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from planner.errors import RuntimeUnsupportedError
 
 GENERATORS_REGISTER_THEMSELVES = VERSION >= (2, 14)
@@ -258,3 +267,37 @@ def new_generators(count: int) -> list[torch.Generator]:
 
 def _generator() -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def written_and_shown(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the arguments that a node writes over, and those whose memory its results may have."""
+    target: Any = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return [], [source] if _is_one_storage(source) else []
+    if isinstance(target, HigherOrderOperator):
+        return [], []
+    if not isinstance(target, OpOverload):
+        return [], node.all_input_nodes
+    schema = target._schema
+    shows = any(result.alias_info is not None for result in schema.returns)
+    written: list[fx.Node] = []
+    shown: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        nodes: list[fx.Node] = []
+        fx.map_arg(value, nodes.append)
+        written += nodes if argument.alias_info.is_write else []
+        shown += nodes if shows else []
+    return written, shown
+
+
+def _is_one_storage(source: fx.Node) -> bool:
+    """Whether the elements of a tuple or list are views of one tensor."""
+    target: Any = source.target
+    if isinstance(target, OpOverload):
+        return any(result.alias_info is not None for result in target._schema.returns)
+    return not isinstance(target, HigherOrderOperator)

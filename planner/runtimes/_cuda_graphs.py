@@ -40,16 +40,16 @@ from planner.capture.cuda_graph_internals import (
     new_pool,
     room_for,
     run_again,
+    run_and_save,
     stream_on,
+    written_and_shown,
 )
 from planner.capture.joint import is_random
 from planner.capture.model_facts import has_several_ranks, is_sharded
 from planner.capture.operands import is_opaque
-from planner.capture.planned_graph_internals import written_and_shown
 from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
 from planner.capture.torch_internals import boxed, entered
 from planner.errors import RuntimeUnsupportedError
-from planner.rewrite.graphs import drawn_by
 
 _FREE_RECORDINGS, _LAUNCHES_EACH = 4, 16
 """A step is captured again where parameters have moved, or another program ran: so many times, and once more for each
@@ -187,7 +187,7 @@ class GraphedStep:
         called = [node for node in forward.graph.nodes if node.op == "call_function"]
         written = {_viewed(node) for each in called for node in written_and_shown(each)[0]}
         self._written = [at for at, node in enumerate(arguments) if node in written]
-        self._num_again = sum(drawn_by(node) is run_again for node in backward.graph.nodes)
+        self._num_again = sum(node.target is run_again for node in backward.graph.nodes)
         nodes = chain(forward.graph.nodes, backward.graph.nodes)
         self._obstacle = next(filter(None, (_obstacle(node, self._graphs.device) for node in nodes)), "")
         self._forward, self._backward = boxed(forward), boxed(backward)
@@ -427,7 +427,7 @@ class GraphedStep:
 def _obstacle(node: fx.Node, device: torch.device) -> str:
     """Say why no CUDA graph can hold an operation; ``""`` if one can."""
     value = node.meta.get("val")
-    if node.op != "call_function" or drawn_by(node) is not None:
+    if node.op != "call_function" or node.target in (run_and_save, run_again):
         return ""
     if is_opaque(node.target):
         return f"{node.target} keeps a state of its own"

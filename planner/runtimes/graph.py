@@ -19,7 +19,6 @@ from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
-from planner.capture.masks import AssumptionBrokenError
 from planner.capture.model_facts import is_sharded, of_model
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
@@ -147,7 +146,7 @@ class GraphRuntime(PlannedCalls):
             try:
                 result = fixed.known(args, kwargs)
                 return sized.known(args, kwargs) if result is NOT_CAPTURED else result
-            except AssumptionBrokenError:  # raised before anything was run
+            except OtherBranchError:  # raised before anything was run
                 continue
             except OtherProgramError:  # likewise
                 break
@@ -191,16 +190,13 @@ class GraphRuntime(PlannedCalls):
         )
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
-        """Run the first program that holds for a call, or a new one, which takes nothing for granted that did not."""
-        assume = True
+        """Run the first program that holds for a call, or a new one."""
         for fixed, sized in self._calls:
             try:
                 return self._capture(inputs, fixed, sized, symbolic)
             except OtherBranchError:
                 continue
-            except AssumptionBrokenError:
-                assume = False
-        self._calls.append(self._new_pair(assume=assume))
+        self._calls.append(self._new_pair())
         return self._capture(inputs, *self._calls[-1], symbolic)
 
     def _why(self, symbolic: Sequence[Varying]) -> str:
@@ -280,10 +276,10 @@ class GraphRuntime(PlannedCalls):
         self.complete_options(inputs)
 
     def _new_calls(self) -> None:
-        self._calls = [self._new_pair(assume=True)]
+        self._calls = [self._new_pair()]
 
-    def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
-        """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
+    def _new_pair(self) -> tuple[IsolatedCall, IsolatedCall]:
+        """Return what is captured with fixed sizes, and with symbols."""
         runs_halves = self._cuda_graphs or self.options.deferred
         new = partial(
             IsolatedCall,
@@ -294,7 +290,6 @@ class GraphRuntime(PlannedCalls):
             finish=self._finish,
             make_program=self._program,
             compiler=self.compiler,
-            assume=assume,
             run_halves=runs_halves.step if runs_halves is not None else None,
         )
         return new(), new()

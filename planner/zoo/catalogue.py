@@ -70,12 +70,6 @@ def _minigpt(sizes: Sizes) -> hf.Made:
     return MiniGPT(layers=sizes.layers, positions=max(1024, sizes.seq_len or 0)), 10_000
 
 
-def _lstm(sizes: Sizes) -> hf.Made:
-    from planner.zoo.modules import LSTMLanguageModel
-
-    return LSTMLanguageModel(layers=sizes.layers), 10_000
-
-
 def _unet(name: str, classes: int, *, sizes: Sizes) -> hf.Made:
     from planner.zoo import unets
 
@@ -127,8 +121,6 @@ ZOO = {
                            partial(hf.convnext, 3, 3, 27, 3, widths=(128, 256, 512, 1024), drop_path=0.5), _BLOCKS),
     "whisper-small-encoder": Entry("Encoder of Whisper small, language identification (transformers), 88M parameters",
                                    Sizes(8, 12, 3000), hf.whisper_encoder, length_name="mel frames", inputs="sound"),
-    "lstm": Entry("LSTM language model with dropout between layers, 44M parameters", Sizes(32, 4, 64),
-                  _lstm),
     "mixtral-1b": Entry("Mixtral of a quarter of its width, two of eight experts (transformers), 1.15B parameters",
                         Sizes(4, 12, 1024, dtype="bfloat16"), hf.mixtral),
     "qwen3-0.6b": Entry("Qwen3 0.6B (transformers), 596M parameters", Sizes(4, 28, 1024),

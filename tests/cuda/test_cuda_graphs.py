@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -158,24 +157,6 @@ def test_memory_is_what_the_plan_says(name: str, budget: str) -> None:
     # What other tests left may have room for some of it.
     assert torch.cuda.max_memory_reserved() - before <= 1.01 * plan.reserved.reserved_bytes
     assert torch.cuda.max_memory_allocated() - before <= plan.reserved.allocated_bytes <= plan.budget_bytes
-
-
-def test_what_no_graph_can_hold_runs_without_them() -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.LSTM(SIZE, SIZE)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)[0].square().mean()
-
-    model = wrapped(Stack().cuda(), torch.randn(8, 4, SIZE, device="cuda"), cuda_graphs=True)
-    with pytest.warns(UserWarning, match="without CUDA graphs: .*cudnn_rnn"):
-        for _ in range(2):
-            model(torch.randn(8, 4, SIZE, device="cuda")).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(torch.randn(8, 4, SIZE, device="cuda")).backward()
 
 
 def test_memory_goes_with_the_wrapping() -> None:

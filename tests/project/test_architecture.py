@@ -15,9 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
-    "planner.capture.capture_speedups",
     "planner.capture.cuda_graph_internals",
-    "planner.capture.planned_graph_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
@@ -48,10 +46,7 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 ONLY_IN = {
     "pulp": ("planner.solving.milp",),
     "highspy": ("planner.solving.milp",),
-    "networkx": (
-        "planner.transforms.chunk_region",
-        "planner.capture.planned_graph_internals",
-    ),
+    "networkx": ("planner.transforms.chunk_region",),
     "rich": (
         "planner.report",
         "planner.commands._terminal",

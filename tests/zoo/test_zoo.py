@@ -33,7 +33,6 @@ SMALL = {
     "convnext-tiny": {"image_size": 32},
     "convnext-base": {"image_size": 32},
     "whisper-small-encoder": {"seq_len": 32},
-    "lstm": {"seq_len": 8},
     "mixtral-1b": {"seq_len": 16},
     "qwen3-0.6b": {"seq_len": 16},
     "gemma3-1b": {"seq_len": 16},
@@ -50,7 +49,6 @@ REAL = (
     "diffusion-unet",
     "convnext-tiny",
     "whisper-small-encoder",
-    "lstm",
 )
 """One of each family that a test can afford; a LLaMA with one layer still takes gigabytes."""
 

@@ -42,6 +42,8 @@ from planner.ir.checkpoints import (
 from planner.ir.graph import FOUND_TARGET, Phase, TrainingGraph
 from planner.ir.layers import is_within
 
+_CUDNN_RNN, _DROPOUT_OF_RNN = "aten._cudnn_rnn.default", 11
+
 _LAYER_CLASS = "GradientCheckpointingLayer"
 """What Hugging Face's models derive their layers from."""
 
@@ -418,6 +420,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             if isinstance(run, Turn):
                 return False  # whatever is gathered inside would have to be once more
             target = str(run.node.target)
+            if target == _CUDNN_RNN and run.node.args[_DROPOUT_OF_RNN] > 0.0:
+                return False  # cuDNN draws from a state of its own, which nobody can put back
             # Ranks that share every layer have one plan, and so run the same collectives again.
             speaks = is_collective(run.node) and not self.is_parallel
             if speaks or target.startswith("c10d") or not made.issuperset(run.writes):
