@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture.dropout import _WORTH_IT
 from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
 from planner.runtimes import _sized
@@ -202,7 +201,7 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
 
 def test_one_code_serves_dropout_of_all_sizes(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, 1)))
-    rows = 2 * _WORTH_IT // WIDTH
+    rows = 2**15 // WIDTH
     for count in (rows, rows + 8, rows // 4):
         model(torch.randn(count, WIDTH)).sum().backward()
     monkeypatch.setattr(_sized, "at_sizes", refuse)
