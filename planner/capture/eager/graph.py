@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from planner.capture import operands
 from planner.capture.eager.offloadable_saves import Candidate, Waits, waits_of
@@ -19,10 +19,10 @@ from planner.capture.eager.trace import Call, Save, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_distributed_tensors, units_of
-from planner.capture.sharding import Sharding
+from planner.capture.sharding import StepBuilder
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
-from planner.ir.builder import GraphBuilder, StepContext
+from planner.ir.builder import StepContext
 from planner.ir.checkpoints import (
     AWAY,
     BACK,
@@ -39,7 +39,7 @@ from planner.ir.checkpoints import (
     Sends,
     Sent,
 )
-from planner.ir.graph import FOUND_TARGET, Phase, TrainingGraph
+from planner.ir.graph import FOUND_TARGET, TrainingGraph
 from planner.ir.layers import is_within
 
 _CUDNN_RNN, _DROPOUT_OF_RNN = "aten._cudnn_rnn.default", 11
@@ -79,7 +79,7 @@ def lower_eager(
     return _Lowering(trace, model, context).run(inputs, least_bytes)
 
 
-class _Lowering(GraphBuilder[fx.Node]):
+class _Lowering(StepBuilder):
     def __init__(self, trace: Trace, model: nn.Module, context: StepContext) -> None:
         super().__init__(context)
         self.trace = trace
@@ -101,9 +101,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             size_bytes = 0 if is_elsewhere else storage.size_bytes
             stays = storage.died is None and index not in spread
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=stays)
-        self.sharding: Sharding | None = None
         if units:
-            self.sharding = Sharding(self, units, context.gradient_shards, self._gradient_of)
+            self.shard(units, self._gradient_of)
         self.unread = tuple(self._unread())
         self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
@@ -223,24 +222,12 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _add_run(self, position: int) -> int:
         run = self.trace.runs[position]
         if isinstance(run, Turn):
-            return self._add_turn(run, self.let_go[position])
+            return self.add_turn(run.module, run.is_entered, self.let_go[position])
         reads = (*run.reads, *self.let_go[position])
         name = f"{run.node.name}_{position}"
         return self.add(
             str(run.node.target), reads, run.makes, name=name, module=run.module, node=run.node, **run.facts
         )
-
-    def _add_turn(self, turn: Turn, let_go: Iterable[int]) -> int:
-        """Add what FSDP2 does as a unit's forward or backward begins or ends."""
-        if self.sharding:
-            is_forward = self.phase is Phase.FORWARD
-            self.sharding.turn(turn.module, is_entered=turn.is_entered, is_forward=is_forward)
-        return self.add_once("turn", turn.module, let_go)
-
-    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> int:
-        """Add an operation that never runs again, and has no run behind it."""
-        name = f"{target} of {module}.{len(self.operations)}"
-        return self.add(target, reads, makes, name=name, module=module, recomputable=False)
 
     def _add_note(
         self,
