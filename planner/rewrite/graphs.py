@@ -387,8 +387,9 @@ class _Emitter:
 
     def _call_by(self, function: Any, node: fx.Node, *state: fx.Node) -> fx.Node:
         """Let a function call a node's operator."""
+        called: Any = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.resolve)
-        return self.graph.call_function(function, (*state, node.target, *args), kwargs)
+        return self.graph.call_function(function, (*state, called, *args), kwargs)
 
 
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:

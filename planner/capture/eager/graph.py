@@ -342,7 +342,7 @@ class _Lowering(StepBuilder):
             if isinstance(run, Turn):
                 return False  # whatever is gathered inside would have to be once more
             target = str(run.node.target)
-            if target == _CUDNN_RNN and run.node.args[_DROPOUT_OF_RNN] > 0.0:
+            if target == _CUDNN_RNN and run.node.args[_DROPOUT_OF_RNN] != 0.0:
                 return False  # cuDNN draws from a state of its own, which nobody can put back
             # Ranks that share every layer have one plan, and so run the same collectives again.
             speaks = is_collective(run.node) and not self.is_parallel
