@@ -150,17 +150,16 @@ def test_nothing_runs_to_learn_it() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, torch._subclasses.FakeTensor) and not torch.compiler.is_compiling():
                 Watched.ran = True
-            return super().forward(x if x[0, 0] > 0 else -x)
+            return super().forward(x if x[0, 0] > 0 else -x).sum()
 
     plan = planner.plan(
         Watched(16, 16),
         torch.randn(4, 16),
-        loss_fn=torch.sum,
         **grouped(budget="100%", time_limit_seconds=1, runtime="graph"),
     )
     assert plan.eager is None and not Watched.ran
     (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
-    assert "data" in note.evidence and plan.budget_bytes == plan.baseline_peak_bytes
+    assert "DataDependent" in note.evidence and plan.budget_bytes == plan.baseline_peak_bytes
 
 
 def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
