@@ -15,12 +15,16 @@ an operation of the backward, reads what comes back there; ``away`` stands for `
 checkpoint's inputs wait in the host's memory; ``back``, run again last, reads them, for they are there
 until the region has run again. A value leaves when its module's call has ended and the program has let
 go of it, so that a schedule's ``Offload`` says all about it.
+
+What autograd alone still holds, for a backward that never comes, is a value of its own there: ``unread``
+makes it, ``unheld`` reads it where autograd lets go. A checkpoint saves nothing of that, and runs nothing
+again: in its region ``unread`` runs again right before ``unheld``, and then takes no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from planner.ir.graph import Operation, Phase, TrainingGraph
@@ -28,8 +32,9 @@ from planner.ir.schedule import Offload, Schedule
 
 HOLD, SCRATCH, STOP, KEPT = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "checkpoint.kept"
 AWAY, BACK, UNPACK = "checkpoint.away", "checkpoint.back", "checkpoint.unpack"
+UNREAD, UNHELD = "checkpoint.unread", "checkpoint.unheld"
 END = "end of the step"
-BOOKKEEPING = (HOLD, SCRATCH, STOP, KEPT, AWAY, BACK, UNPACK)
+BOOKKEEPING = (HOLD, SCRATCH, STOP, KEPT, AWAY, BACK, UNPACK, UNREAD, UNHELD)
 """Operations that run nothing: they say how long something lives."""
 NOT_OF_THE_STEP = (KEPT, AWAY, BACK, UNPACK)
 """Those that are there for some ways only: a step is the same without them."""
@@ -88,9 +93,10 @@ class Region:
     hold: int | None
     """Its operation of that name; None if it holds nothing but what its second run reads."""
     recompute: tuple[int, ...]
-    """What is run again: ``scratch``, its operations up to the last one that saves anything, and ``stop``."""
+    """What is run again: ``scratch``, its operations up to the last one that saves anything, and ``stop``. Where the
+    backward reads nothing of it, ``unread`` alone."""
     recompute_before: int
-    """Operation of the backward right before which that happens."""
+    """Operation right before which that happens, of the backward if it runs anything."""
     release_at: int
     """Operation of the backward before which its inputs are let go."""
     keepable: tuple[Keepable, ...] = ()
@@ -103,6 +109,12 @@ class Region:
     returns_with: str = ""
     """The modules at the end of whose calls that leaves, and with the first of whose saved tensors it returns; the
     module itself, if nothing is said."""
+
+
+def nothing_unread(graph: TrainingGraph) -> TrainingGraph:
+    """Return a graph in which nothing need be held that no backward reads, for bounds on what regions can do."""
+    operations = (replace(o, inputs=()) if o.target == UNHELD else o for o in graph.operations)
+    return replace(graph, operations=tuple(operations))
 
 
 def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:

@@ -21,6 +21,7 @@ from itertools import accumulate
 from operator import add
 
 from planner.errors import ScheduleError
+from planner.ir.checkpoints import UNREAD
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule, piece_bytes
@@ -124,6 +125,8 @@ class FetchedCopy(Copy):
 def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     """Return every copy of every value that a schedule makes, with its lifetime in positions.
 
+    Where ``unread`` runs again there is none: the checkpoint that it stands for saves nothing of that.
+
     A ScheduleError says that an operation reads a value that has not been made or is away, that one never runs, or
     that one which is not recomputable runs twice. O(runs x (inputs + outputs)).
     """
@@ -135,6 +138,7 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     born: list[int] = []
     died: list[int] = []
     fetched: set[int] = set()
+    unread: set[int] = set()
     leaving, returning = _moves(graph, schedule)
     moving = leaving.keys() | returning.keys()
     for position, index in enumerate(order):
@@ -168,6 +172,8 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
             retained = values[value].retained
             if first or not retained:
                 current[value] = len(born)
+            if operation.target == UNREAD and not first:
+                unread.add(len(born))
             value_of.append(value)
             born.append(position)
             died.append(end if retained and first else position)
@@ -177,7 +183,7 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     copies = [Copy(v, b, d) for v, b, d in zip(value_of, born, died, strict=True)]
     for copy in fetched:
         copies[copy] = FetchedCopy(value_of[copy], born[copy], died[copy])
-    return copies
+    return [copy for number, copy in enumerate(copies) if number not in unread] if unread else copies
 
 
 def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

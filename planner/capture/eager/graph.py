@@ -7,7 +7,7 @@ alive: so the simulator frees things when eager does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from planner.capture import operands
 from planner.capture.eager.offloadable_saves import Candidate, Waits, waits_of
-from planner.capture.eager.trace import Call, Trace
+from planner.capture.eager.trace import Call, Save, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_distributed_tensors, units_of
@@ -31,7 +31,9 @@ from planner.ir.checkpoints import (
     KEPT,
     SCRATCH,
     STOP,
+    UNHELD,
     UNPACK,
+    UNREAD,
     Keepable,
     Region,
     Sends,
@@ -53,6 +55,16 @@ class EagerStep:
     lowered: LoweredGraph
     regions: tuple[Region, ...]
     workspace_bytes: dict[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unread:
+    """What autograd alone holds of a storage, from before one run to before another, and no backward reads."""
+
+    saves: tuple[Save, ...]
+    since: int
+    until: int
+    value: int
 
 
 def lower_eager(
@@ -91,6 +103,7 @@ class _Lowering(StepBuilder):
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=stays)
         if units:
             self.shard(units, self._gradient_of)
+        self.unread = tuple(self._unread())
         self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
         self.run_at: list[int] = []
@@ -104,11 +117,37 @@ class _Lowering(StepBuilder):
         found = self.trace.gradients.get(name)
         return found if found in self.made else None
 
+    def _unread(self) -> Iterator[_Unread]:
+        """Find what autograd alone holds for some time of the forward, and then lets go of unread.
+
+        That is what an encoder saves whose outputs are detached: all of it is let go before the backward begins.
+        """
+        used = [storage.died or 0 for storage in self.trace.storages]
+        for position, run in enumerate(self.trace.runs):
+            for value in (*run.reads, *run.makes):
+                used[value] = max(used[value], position + 1)
+        saves: defaultdict[int, list[Save]] = defaultdict(list)
+        for save in self.trace.saves:
+            if save.storage is None:
+                continue
+            released = len(self.trace.runs) if save.released is None else save.released
+            if save.read is None and released <= self.trace.backward:
+                saves[save.storage].append(save)
+            else:
+                used[save.storage] = max(used[save.storage], released)
+        for storage, unread in saves.items():
+            since, until = used[storage], max(save.released or 0 for save in unread)
+            held = self.values[storage]
+            if since < until and held.size_bytes and not held.retained:
+                value = self.add_value(f"{held.name}, unread", held.size_bytes, kind=held.kind)
+                yield _Unread(saves=tuple(unread), since=since, until=until, value=value)
+
     def _let_go(self) -> defaultdict[int, list[int]]:
         """Return for each run the storages that the program, or autograd, lets go of right after it."""
         found = freed_after(self.trace.storages)
+        held_apart = {id(save) for unread in self.unread for save in unread.saves}
         for save in self.trace.saves:
-            if save.storage is not None:
+            if save.storage is not None and id(save) not in held_apart:
                 until = len(self.trace.runs) if save.released is None else save.released
                 found[until - 1].append(save.storage)
         for last, storages in found.items():
@@ -149,8 +188,16 @@ class _Lowering(StepBuilder):
         unpacked: defaultdict[int, list[int]] = defaultdict(list)
         for wait in (wait for each in waits.values() for wait in each.saved):
             unpacked[wait.returns].append(wait.value)
+        unread, unheld = defaultdict(list), defaultdict(list)
+        for held in self.unread:
+            unread[held.since].append(held)
+            unheld[held.until].append(held)
         keepable = {position for candidate in candidates for position in candidate.keepable}
         for position in range(len(self.trace.runs) + 1):
+            for held in unheld[position]:
+                self._add_note(UNHELD, held.saves[0].module, (held.value,), of=self.values[held.value].name)
+            for held in unread[position]:
+                self._add_note(UNREAD, held.saves[0].module, (), (held.value,), of=self.values[held.value].name)
             for candidate in stops[position]:
                 self._add_stop(candidate, waits.get(candidate.module))
             for candidate in begins[position]:
@@ -226,6 +273,15 @@ class _Lowering(StepBuilder):
 
     def _region(self, candidate: Candidate, waits: Waits | None, graph: TrainingGraph) -> Region:
         module = candidate.module
+        if candidate.unread:
+            names = [self.values[value].name for value in candidate.unread]
+            return Region(
+                module=module,
+                hold=self.noted[HOLD, module],
+                recompute=tuple(self.noted[UNREAD, name] for name in names),
+                recompute_before=min(self.noted[UNHELD, name] for name in names),
+                release_at=self.first_at[candidate.until],
+            )
         scratch = [self.noted[SCRATCH, module]] if self.random_state_bytes else []
         return Region(
             module=module,
@@ -281,13 +337,12 @@ class _Lowering(StepBuilder):
         made = frozenset(value for run in runs[call.begin : stop] for value in run.makes)
         read = [save.read for save in call.saves if save.read is not None]
         until = max((len(runs) if save.released is None else save.released for save in call.saves), default=stop)
-        if not (read and any(save.storage in made for save in call.saves)):
+        unread = () if read else self._unread_of(call, made, until)
+        if not unread and not (read and any(save.storage in made for save in call.saves)):
             return None
-        if any(save.read is None and (save.released or until) <= self.trace.backward for save in call.saves):
-            return None  # autograd lets go of that in the forward, as it would of nothing that a checkpoint saves
         if any(self.values[value].retained for value in made):
             return None  # beside what stays to the end, a second copy would be there for a while
-        before = min(read)
+        before = min(read, default=until)
         finds = {*call.given, *(value for run in runs[call.begin : stop] for value in run.reads)} - made
         if any(position < self.trace.backward for position in read) or not self._is_repeatable(call):
             return None
@@ -307,7 +362,17 @@ class _Lowering(StepBuilder):
                 if is_within(name, module) and keeps_statistics(part)
                 for buffer in part.buffers()
             ),
-            keepable=self._keepable(range(call.begin, stop)),
+            keepable=() if unread else self._keepable(range(call.begin, stop)),
+            unread=unread,
+        )
+
+    def _unread_of(self, call: Call, made: frozenset[int], until: int) -> tuple[int, ...]:
+        """Return what is held for a call alone, of what it makes, and let go of unread before run ``until``."""
+        own = {id(save) for save in call.saves}
+        return tuple(
+            held.value
+            for held in self.unread
+            if held.until == until and held.saves[0].storage in made and own.issuperset(map(id, held.saves))
         )
 
     def _keepable(self, positions: range) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ class Candidate:
 
     That happens before run ``before`` of the backward; until run ``until`` something of it is saved. They make the
     storages ``makes``, and find ``finds`` there. ``keepable`` are those that need not run, if their outputs are kept.
+    Where the backward reads nothing that the call saves, nothing runs again: ``unread`` is what is then not held.
     """
 
     module: str
@@ -33,6 +34,7 @@ class Candidate:
     finds: frozenset[int]
     statistics_bytes: int
     keepable: tuple[int, ...]
+    unread: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Waits:
 def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> dict[str, Waits]:
     """Say for each candidate what it could send of the storages that are large enough, and may go."""
     search = _SendSearch(trace, candidates, movable)
-    return {c.module: Waits(tuple(search.saved(c)), tuple(search.given(c))) for c in candidates}
+    return {c.module: Waits(tuple(search.saved(c)), tuple(search.given(c))) for c in candidates if not c.unread}
 
 
 class _SendSearch:
