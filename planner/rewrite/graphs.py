@@ -22,6 +22,7 @@ from planner.capture.joint import DEFERRED, is_batch_norm, is_deferred, is_rando
 from planner.capture.lowering import LoweredGraph
 from planner.capture.symbolic import is_symbolic
 from planner.capture.torch_internals import (
+    OpOverload,
     SavedForBackwardsAOTOutput,
     run_and_save_rng_state,
     run_with_rng_state,
@@ -66,6 +67,8 @@ def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) 
 _OF_ANY_LAYOUT: dict[Any, Any] = {aten.native_group_norm_backward.default: _group_norm_backward}
 """What is called in place of an operator."""
 
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+
 
 @timings.stage("rewriting")
 def extract_fwd_bwd(
@@ -99,7 +102,7 @@ def extract_fwd_bwd(
         backward.take(node)
     backward_results = _run_backward(backward, lowered, range(boundary + 1, len(schedule.order)), skipped)
 
-    results = forward.leaving(forward_outputs)
+    results = [forward.resolve_output(node) for node in forward_outputs]
     tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
     numbers = [node for node in backward.taken if is_symbolic(node.meta["val"])]
     of_numbers = [(forward.resolve(node), backward.taken.pop(node)) for node in numbers]
@@ -136,7 +139,7 @@ def _run_backward(
     rest = {index for index, node in enumerate(lowered.operation_nodes) if is_deferred(node)}
     if not rest:
         backward.run(positions, skipped)
-        return backward.leaving(outputs)
+        return backward.resolve_gradients(outputs)
     ran = set(order[: positions.start])
     begins = positions.start
     for position in positions:
@@ -146,10 +149,10 @@ def _run_backward(
         ran.add(index)
     backward.run(range(positions.start, begins), skipped)
     late = lowered.joint.graph.output_node().meta[DEFERRED]
-    sent = backward.leaving([None if at in late else node for at, node in enumerate(outputs)])
+    sent = backward.resolve_gradients([None if at in late else node for at, node in enumerate(outputs)])
     first = set(backward.graph.nodes)
     backward.run(range(begins, positions.stop), skipped)
-    kept = backward.leaving([node if at in late else None for at, node in enumerate(outputs)])
+    kept = backward.resolve_gradients([node if at in late else None for at, node in enumerate(outputs)])
     for node in backward.graph.nodes:
         if node not in first and node.op != "placeholder":
             node.meta[DEFERRED] = True
@@ -290,9 +293,25 @@ class _Emitter:
         for view in self._views.pop(value, ()):
             self.current.pop(view, None)
 
-    def leaving(self, nodes: Iterable[Any]) -> tuple[Any, ...]:
-        """Return what leaves the graph: for each joint node its current copy, None where there is none."""
-        return tuple(self.resolve(node) if isinstance(node, fx.Node) else node for node in nodes)
+    def resolve_output(self, node: Any) -> Any:
+        """Return what leaves the graph; AOTAutograd counts on the views that it traced."""
+        if not isinstance(node, fx.Node):
+            return node
+        same = self.resolve(node)
+        stands_for_another = self._is_view(node) and _shown_before(node) is not None
+        return self.graph.node_copy(node, self.resolve) if stands_for_another else same
+
+    def resolve_gradients(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
+        given: dict[Any, fx.Node | None] = {None: None}
+        taken: set[fx.Node] = set()
+        for node in nodes:
+            if node not in given:
+                found = self.resolve(node)
+                is_taken = found.op == "placeholder" or found in taken
+                given[node] = self.resolve_output(node) if is_taken else found
+                taken.add(found)
+        return tuple(given[node] for node in nodes)
 
     def _is_view(self, node: fx.Node) -> bool:
         return node in self.lowered.alias_nodes and node not in self._elements
@@ -304,12 +323,25 @@ class _Emitter:
         if node.op == "get_attr":
             self.current[node] = self.graph.node_copy(node)
         elif self._is_view(node):
-            self.current[node] = self.graph.node_copy(node, self.resolve)
+            same = _shown_before(node)
+            self.current[node] = self._view(node) if same is None else self.resolve(same)
             for value in self.lowered.storage_of[node]:
                 self._views[value].append(node)
         else:
             self.take(node)
         return self.current[node]
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        """View what a joint node looks at; of a reshaped one that nobody has made yet it is reshaped at once."""
+        if node.target not in _RESHAPES:
+            return self.graph.node_copy(node, self.resolve)
+        source = node.all_input_nodes[0]
+        while source.target in _RESHAPES and self._is_view(source) and source not in self.current:
+            further = source.all_input_nodes[0]
+            if not further.meta["val"].is_contiguous():
+                break
+            source = further
+        return self._call(node.meta, aten.view.default, self.resolve(source), node.args[1])
 
     def take(self, node: fx.Node) -> None:
         """Take a joint node in as an input."""
@@ -395,6 +427,26 @@ class _Emitter:
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:
     """Return the ``getitem`` nodes that take an operation's (not a view's) output apart."""
     return {n for n in lowered.alias_nodes if n.target is operator.getitem and n.args[0] not in lowered.alias_nodes}
+
+
+def _shown_before(view: fx.Node) -> fx.Node | None:
+    """Return what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
+
+    Tracing leaves many of them, and in a step of small tensors each takes as long as any other operation.
+    """
+    source = view
+    while isinstance(source.target, OpOverload) and source.target.is_view and len(source.all_input_nodes) == 1:
+        (source,) = source.all_input_nodes
+        if _shows(source) is not None and _shows(source) == _shows(view):
+            return source
+    return None
+
+
+def _shows(node: fx.Node) -> tuple[Any, ...] | None:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+        return None
+    return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
 
 
 def _state_meta(node: fx.Node) -> dict[str, Any]:
