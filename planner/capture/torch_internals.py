@@ -67,6 +67,8 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.planned_graph_internals import below_autograd, recompile_directly
+
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
 
@@ -106,16 +108,20 @@ GUARDS_PARAMETERS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable[[list[Any]], Any]:
-    """Make a graph module run with boxed code, on its device: every tensor is freed right after its last use."""
+    """Make a graph module run with boxed code, on its device: every tensor is freed right after its last use.
+
+    It runs without gradients, and below what autograd does around every operator.
+    """
     graph_module.graph.set_codegen(_BoxedCodeGen())
-    graph_module.recompile()
+    recompile_directly(graph_module)
     forward = graph_module.forward
     values = (node.meta.get("val") for node in graph_module.graph.nodes)
     on_cuda = (value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda")
     device = next(on_cuda, torch.device("cpu"))
+    below = below_autograd(graph_module.graph)
 
     def run(arguments: list[Any]) -> Any:
-        with entered(device), torch.no_grad():  # a backward may be called from anywhere
+        with entered(device), below():  # a backward may be called from anywhere
             return forward(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.cuda_graph_internals",
+    "planner.capture.planned_graph_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
@@ -46,7 +47,10 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 ONLY_IN = {
     "pulp": ("planner.solving.milp",),
     "highspy": ("planner.solving.milp",),
-    "networkx": ("planner.transforms.chunk_region",),
+    "networkx": (
+        "planner.transforms.chunk_region",
+        "planner.capture.planned_graph_internals",
+    ),
     "rich": (
         "planner.report",
         "planner.commands._terminal",
