@@ -28,7 +28,6 @@ from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlannerError, UsageError
 
 SIZES: dict[str, dict[str, Any]] = {
-    "lstm": {},
     "llama-7b": {"layers": 1, "batch_size": 1},
     "mixtral-1b": {"layers": 1},
 }
@@ -94,7 +93,7 @@ def rows(name: str, budgets: Sequence[float]) -> Iterator[Result]:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # the next plan counts them
     torch.cuda.empty_cache()
-    left_bytes = torch.cuda.memory_allocated()  # states of recurrent dropout stay
+    left_bytes = torch.cuda.memory_allocated()
     model, example = built(name, **SIZES.get(name, {"layers": 2}))
     for budget in budgets:
         row: Result = {"model": name, "budget": f"{100 * budget:.0f}%"}

@@ -1,7 +1,7 @@
 """What runtimes are compared on: every model of the zoo and others beside it, at sizes that take seconds at most.
 
 Those beside it are what capture is known to change: grouped queries, masks that hide nothing,
-experts, and a recurrent stack with dropout between its layers; and what nobody made it for.
+and experts; and what nobody made it for.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from planner import zoo
 from planner.zoo import ZooModel
 
 ZOO_SIZES: dict[str, dict[str, Any]] = {
-    "lstm": {"batch_size": 4, "layers": 2, "seq_len": 32},
     "resnet50": {"batch_size": 8, "layers": 6, "image_size": 128},
     "unet": {"batch_size": 2, "layers": 4, "image_size": 96},
-    "convnext-tiny": {"batch_size": 2, "layers": 9, "image_size": 96},
     "diffusion-unet": {"batch_size": 2, "layers": 1, "image_size": 32},
     "minimind-26m": {"batch_size": 2, "layers": 6, "seq_len": 384},
-    "whisper-small-encoder": {"batch_size": 1, "layers": 3, "seq_len": 600},
     "vit-b16": {"batch_size": 4, "layers": 4, "image_size": 224},
     "resnet152": {"batch_size": 4, "layers": 36, "image_size": 128},
-    "convnext-base": {"batch_size": 1, "layers": 9, "image_size": 96},
     "minimind-104m": {"batch_size": 1, "layers": 4, "seq_len": 256},
     "bert-large": {"batch_size": 3, "layers": 3, "seq_len": 384},
     "minigpt": {"batch_size": 2, "layers": 4, "seq_len": 384},
@@ -52,10 +48,8 @@ GPU_SIZES: dict[str, dict[str, Any]] = {
     "vit-b16": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
     "resnet50": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
     "resnet152": {"batch_size": 192, "image_size": 224, "dtype": "bfloat16"},
-    "convnext-tiny": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
     "unet": {"batch_size": 16, "image_size": 512, "dtype": "bfloat16"},
     "diffusion-unet": {"batch_size": 64, "image_size": 64, "dtype": "bfloat16"},
-    "lstm": {"batch_size": 256, "seq_len": 512, "dtype": "bfloat16"},
 }
 """Sizes at which a step without recompute takes tens of GiB."""
 
@@ -78,7 +72,6 @@ ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
     "mixtral-small": {"count": 16},
     "qwen2-moe": {"count": 8},
     "unet": {"batch_size": 8},
-    "convnext-tiny": {"batch_size": 12},
     "diffusion-unet": {"batch_size": 12},
     "vit-b16": {"batch_size": 12},
     "t5-base": {"batch_size": 4, "layers": 2, "seq_len": 320},
@@ -115,24 +108,6 @@ def _mixtral(*, count: int = BATCH) -> ZooModel:
     )
     model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)  # all that grouped products are made for
     return ZooModel(name="mixtral", model=model.train(), example_kwargs=_tokens(count))
-
-
-class _LSTMStack(nn.Module):
-    """Three layers in one ``nn.LSTM``, which draws the dropout between them itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(TOKENS, 256)
-        self.stack = nn.LSTM(256, 256, num_layers=3, dropout=0.3, batch_first=True)
-        self.head = nn.Linear(256, TOKENS)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(self.stack(self.tokens(input_ids))[0])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def _lstm_stack() -> ZooModel:
-    return ZooModel(name="lstm-stack", model=_LSTMStack(), example_kwargs=_tokens())
 
 
 def _tokens(count: int = BATCH) -> dict[str, Tensor]:
@@ -236,7 +211,6 @@ and by pooling, windowed attention, grouped and depthwise convolutions."""
 
 
 CASES: dict[str, Callable[[], ZooModel]] = {
-    "lstm-stack": _lstm_stack,
     "llama-grouped": partial(_llama, with_mask=False),
     "llama-grouped-mask": partial(_llama, with_mask=True),
     "mixtral-small": _mixtral,

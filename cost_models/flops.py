@@ -74,7 +74,7 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     packet = getattr(target, "overloadpacket", target)
     if _moves_nothing(target):
         return 0
-    formula = _formulas().get(packet) or _OUTSIDE_TORCH.get(str(packet))
+    formula = _formulas().get(packet) or _OF_OUR_OWN.get(str(packet))
     if formula is None:
         return max((_numel(tensor) for tensor in _tensors(output)), default=0)
     args, kwargs, output = _without_symbols((tuple(args), dict(kwargs), output))
@@ -281,12 +281,12 @@ def _strided() -> Any:
     return torch.strided
 
 
-_OUTSIDE_TORCH: dict[str, Callable[..., int]] = {
-    "checkpoint_planner.cudnn_rnn": _cudnn_rnn,
-    "checkpoint_planner.cudnn_rnn_backward": _backward_of_cudnn_rnn,
-    "checkpoint_planner.lstm_layer": _lstm_layer,
-    "checkpoint_planner.lstm_layer_backward": _backward_of_lstm_layer,
+_OF_OUR_OWN: dict[str, Callable[..., int]] = {
+    "aten._cudnn_rnn": _cudnn_rnn,
+    "aten._cudnn_rnn_backward": _backward_of_cudnn_rnn,
+    "aten.mkldnn_rnn_layer": _lstm_layer,
+    "aten.mkldnn_rnn_layer_backward": _backward_of_lstm_layer,
     "transformers.grouped_mm_fallback": _rows_by_columns,
     "transformers.grouped_mm_fallback_backward": _backward_of_rows_by_columns,
 }
-"""Formulas of operators that torch does not define, by name: they are there once their module is imported."""
+"""Formulas where torch has none, by the operator's name: some are there once their module is imported."""

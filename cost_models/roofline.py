@@ -95,8 +95,8 @@ _SHARES_SINCE_HOPPER = {
 _IN_TF32 = {
     "aten.convolution",
     "aten.convolution_backward",
-    "checkpoint_planner.cudnn_rnn",
-    "checkpoint_planner.cudnn_rnn_backward",
+    "aten._cudnn_rnn",
+    "aten._cudnn_rnn_backward",
 }
 _FIRST_WITH_TF32, _HOPPER = 80, 90
 """Of CUDA's compute capabilities, times ten."""

@@ -13,25 +13,22 @@ numbers or on what was written in place is left alone: Dynamo refuses it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from planner.capture.joint import sources
-from planner.capture.masks import AssumptionBrokenError, named, writes
 from planner.capture.state_restore import RandomStates, random_states_kept
-from planner.capture.torch_internals import FakeTensor, storage_id, version_of
-from planner.capture.tracing_internals import deciding, given_to, is_drawn_on_host, kept_by_tracing
-from planner.errors import CaptureError
+from planner.capture.torch_internals import FakeTensor, version_of
+from planner.capture.tracing_internals import deciding, given_to, kept_by_tracing
+from planner.errors import PlannerError
 
 
-class OtherBranchError(AssumptionBrokenError):
+class OtherBranchError(PlannerError):
     """A call takes a branch that the captured program does not: never seen outside the runtime."""
 
 
@@ -55,15 +52,13 @@ class Branches:
     """Computes their conditions, one after the other."""
     positions: tuple[int, ...]
     """Of what these are computed from, among the program's inputs."""
-    overwritten: frozenset[int]
-    """Those of inputs that are written into on the way, which copies stand for."""
     taken: tuple[str, ...]
     """The inputs that decide each, and how."""
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise an OtherBranchError for inputs that ask for another branch, before anything has been run."""
         with torch.no_grad():
-            self.conditions(*(inputs[at].clone() if at in self.overwritten else inputs[at] for at in self.positions))
+            self.conditions(*(inputs[at] for at in self.positions))
 
 
 def take_out(graph_module: fx.GraphModule) -> Branches | None:
@@ -73,14 +68,11 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
     if not calls:
         return None
     placeholders = graph.find_nodes(op="placeholder")
-    if any(map(is_drawn_on_host, placeholders)):
-        raise CaptureError("what it runs depends on data, and it draws from Python's or numpy's random state")
     all_origins = list(map(_Origin, calls))
     removed = set().union(*(origin.nodes for origin in all_origins))
     checked = [(origin, call) for origin, call in zip(all_origins, calls, strict=True) if not origin.is_constant()]
     origins = [origin for origin, _ in checked]
     needed = set().union(*(origin.nodes for origin in origins))
-    overwritten = set().union(*(origin.overwritten for origin in origins))
     conditions = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -92,12 +84,10 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
     taken = Branches(
         fx.GraphModule(graph_module, conditions),
         tuple(at for at, node in enumerate(placeholders) if node in needed),
-        frozenset(at for at, node in enumerate(placeholders) if node in overwritten),
         tuple(f"{_names(origin)}: {call.args[1]}" for origin, call in checked),
     )
     for node in reversed(graph.nodes):
-        is_left = node in removed and not node.users and node.op != "placeholder" and _written(node) is None
-        if node.target is branches or is_left:
+        if node.target is branches or (node in removed and not node.users and node.op != "placeholder"):
             graph.erase_node(node)
     graph_module.recompile()
     return taken if checked else None
@@ -108,7 +98,6 @@ class _Conditions:
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, Any] = {}
-        """Of nodes that nothing writes into."""
 
     def held(self, condition: fx.Node) -> bool | None:
         """Say whether a condition holds for the inputs at hand; None if that is known only when the program runs."""
@@ -116,23 +105,22 @@ class _Conditions:
         if not origin.is_known() or any(map(_switches_types, condition.graph.nodes)):
             return None
         on_host = origin.is_constant()
-        values = {} if origin.writers or on_host else self._values
+        values = {} if on_host else self._values
         with random_states_kept(), torch.no_grad():
             before = RandomStates()
             try:
                 for node in condition.graph.nodes:
                     if node in origin.nodes and node not in values:
-                        values[node] = _computed(node, values, copied=node in origin.overwritten, on_host=on_host)
+                        values[node] = _computed(node, values, on_host=on_host)
                 held = bool(values[condition])
             except Exception:  # eager will say what is wrong
                 return None
             return held if before == RandomStates() else None
 
 
-def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, copied: bool, on_host: bool) -> Any:
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, on_host: bool) -> Any:
     if node.op == "placeholder":
-        given: Any = given_to(node)
-        return given.clone() if copied else given
+        return given_to(node)
     if size := _size_of_input(node):
         return values[size[0]].shape[size[1]]
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -144,31 +132,18 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, copied: bool, on_
 
 
 class _Origin:
-    """A condition and all that it is computed from, what writes into that before included."""
+    """A condition and all that it is computed from."""
 
     def __init__(self, condition: fx.Node) -> None:
-        writers = [(node, storage) for node in condition.graph.nodes if (storage := _written(node)) is not None]
-        self._written = Counter(storage for _, storage in writers)
-        """How often each storage is written into, later too."""
-        before = set(takewhile(lambda node: node is not condition, condition.graph.nodes))
-        self.nodes, more = set[fx.Node](), sources([condition], inputs_of=_read_by)
-        while more - self.nodes:
-            self.nodes |= more
-            storages = set(map(_storage, self.nodes))
-            more = sources((n for n, storage in writers if storage in storages and n in before), inputs_of=_read_by)
+        self.nodes = sources([condition], inputs_of=_read_by)
         self.given = [node for node in self.nodes if node.op == "placeholder"]
-        self.writers = {storage for node, storage in writers if node in self.nodes}
-        """The storages that are written into on the way."""
-        self.overwritten = {node for node in self.given if _storage(node) in self.writers}
 
     def is_known(self) -> bool:
         """Whether it can be computed before the program runs, from what is neither a parameter nor without data."""
-        given = list(map(given_to, self.given))
+        given = map(given_to, self.given)
         if any(x is None or isinstance(x, (FakeTensor, nn.Parameter)) for x in given):
             return False
-        if len(set(map(_storage, self.overwritten))) < len(self.overwritten):
-            return False  # copies would not share memory as these do
-        return all(map(self._is_as_seen, self.nodes))
+        return all(map(_is_as_made, self.nodes))
 
     def is_constant(self) -> bool:
         """Whether whole numbers decide, which the program makes itself and keeps where it makes them."""
@@ -176,13 +151,13 @@ class _Origin:
         named = (node for node in self.nodes if any(isinstance(x, torch.device) for x in node.args))
         return not self.given and not any(named) and not any(v.is_floating_point() or v.is_complex() for v in values)
 
-    def _is_as_seen(self, node: fx.Node) -> bool:
-        """Whether a node is an input or a call, has no gradient, and was written into by those alone that were seen."""
-        value = _tensor(node)
-        if value is not None and (value.requires_grad or value.is_inference()):
-            return False
-        is_as_written = value is None or version_of(value) == self._written[storage_id(value)]
-        return is_as_written and node.op in ("placeholder", "call_function", "call_method")
+
+def _is_as_made(node: fx.Node) -> bool:
+    """Whether a node is an input or a call, has no gradient, and nothing was written into it."""
+    value = _tensor(node)
+    if value is not None and (value.requires_grad or value.is_inference() or version_of(value)):
+        return False
+    return node.op in ("placeholder", "call_function", "call_method")
 
 
 def _size_of_input(node: fx.Node) -> tuple[fx.Node, int] | None:
@@ -208,23 +183,13 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 def _names(origin: _Origin) -> str:
     """Return what people call the inputs that a condition is computed from."""
-    return "+".join(sorted(map(named, origin.given)))
+    names = (str(given.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for given in origin.given)
+    return "+".join(sorted(names))
 
 
 def _tensor(node: fx.Node) -> torch.Tensor | None:
     value = node.meta.get("example_value")
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = _tensor(node)
-    return None if value is None else storage_id(value)
-
-
-def _written(node: fx.Node) -> int | None:
-    """Return the identity of the storage that a node writes into, if it writes."""
-    into = node.kwargs.get("out") or (node.args[0] if node.args else None)
-    return _storage(into) if isinstance(into, fx.Node) and writes(node) else None
 
 
 def _switches_types(node: fx.Node) -> bool:

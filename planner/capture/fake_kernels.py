@@ -6,7 +6,7 @@ follows may then copy, and that would go unseen; or it would be traced as a view
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
 
 Statistics of norms of 16 bits with weights of 32 have 32 bits on a CPU, and 16 in traces; on CUDA they have 32, though
-traced on a CPU. Products of tensors of different types are refused by kernels, and not by fake tensors.
+traced on a CPU. Dropout is traced with the bits of eager.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
-from planner.capture.dropout import dropout
 from planner.capture.fake_internals import fake_calls_by
 from planner.capture.target_device import TargetDevice, is_for_target_device, tracing_for
 from planner.capture.torch_internals import (
@@ -36,16 +35,6 @@ from planner.capture.trees import leaf_tensors, tensors_in
 
 aten = torch.ops.aten
 
-_OF_ONE_TYPE = {
-    aten.addbmm.default,
-    aten.addmm.default,
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.mm.default,
-    aten.mv.default,
-}
-"""Operators that take tensors of one element, whatever the number of dimensions."""
-
 
 @contextmanager
 def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
@@ -55,25 +44,12 @@ def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
     on layouts that the step does not have, kernels that cannot tell (GroupNorm's backward on a CPU, up to torch 2.13)
     compute wrong gradients.
     """
-    with eager_kernels(dropout), tracing_for(target_device), fake_calls_by(kernel_result):
-        yield
-
-
-@contextmanager
-def kernel_types() -> Iterator[None]:
-    """Let fake tensors refuse the types that kernels refuse, while a call is captured."""
-
-    def run(function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
-        _refuse_types(function, args, kwargs)
-        return go_on()
-
-    with fake_calls_by(run):
+    with eager_kernels(_dropout), tracing_for(target_device), fake_calls_by(kernel_result):
         yield
 
 
 def kernel_result(function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
     """Run a call on fake tensors; return its result with the types and strides of the operator's kernel."""
-    _refuse_types(function, args, kwargs)
     result = run()
     if (rule := _TYPES.get(function)) is not None:
         result = rule(function, args, kwargs, result)
@@ -90,16 +66,48 @@ def kernel_result(function: Any, args: Any, kwargs: Any, run: Callable[[], Any])
     return result if all(map(_is_contiguous, read)) else _laid_out(function, args, kwargs, result)
 
 
+# Dropout on a CPU. Eager multiplies with a mask that it has divided by the share kept; torch's fused operator, whose
+# mask takes a byte, multiplies with that share's inverse. The two round differently: in 16 bits gradients differ, and
+# where the inverse itself does (a share of 0.85 in 32 bits), results too.
+
+_IN_16_BITS = 2
+"""Bytes of an element."""
+
+
+def _dropout(x: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
+    """Drop as a step is to be traced; where nothing is dropped give what came, as eager does, and not a copy of it."""
+    if not train or not p:
+        return x
+    if x.device.type == "cpu" and not is_for_target_device() and isinstance(p, float) and p < 1:
+        with outside_tracing():
+            scale = torch.ones((), dtype=x.dtype).div_(1 - p).item()
+            is_as_eager = scale == torch.tensor(1 / (1 - p), dtype=x.dtype).item()
+        if not is_as_eager:
+            return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+        if x.dtype.itemsize == _IN_16_BITS:
+            rounded: torch.Tensor = _Dropout.apply(x, p, scale)  # type: ignore[no-untyped-call]
+            return rounded
+    dropped: torch.Tensor = aten.native_dropout(x, p, train)[0]
+    return dropped
+
+
+class _Dropout(torch.autograd.Function):
+    """The fused operator, whose gradients are scaled by a number that was rounded as eager's mask is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: float, scale: float) -> torch.Tensor:
+        dropped: torch.Tensor
+        dropped, mask = aten.native_dropout(x, p, True)
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return dropped
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return aten.native_dropout_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
+
+
 # Types.
-
-
-def _refuse_types(function: Any, args: Any, kwargs: Any) -> None:
-    """Raise what a call's kernel raises where types do not go together: it is asked on one element of each tensor."""
-    if function not in _OF_ONE_TYPE:
-        return
-    if len({tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()}) > 1:
-        with outside_tracing(), torch.no_grad():
-            function(*pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros((1,) * t.dim(), dtype=t.dtype), args))
 
 
 def _norm(function: Any, args: Any, kwargs: Any, made: Any) -> Any:

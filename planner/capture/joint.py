@@ -29,7 +29,6 @@ _ATTENTION_DROPOUT_ARGUMENT = {
     "_scaled_dot_product_cudnn_attention": 5,
     "_scaled_dot_product_fused_attention_overrideable": 4,
 }
-_DROPOUT_OF_RNN = 6
 
 
 Reach = tuple[list[int], list[frozenset[int]]]
@@ -48,8 +47,6 @@ class JointGraph:
     graph: fx.Graph
     num_forward_outputs: int
     inputs: list[torch.Tensor] = field(default_factory=list)
-    assumes: tuple[str, ...] = ()
-    """Inputs whose values the graph takes for granted; see :mod:`planner.capture.masks`."""
     functional: bool = False
     """Whether nothing in the graph may write into what it has made: Inductor wants it so."""
     outside_bytes: tuple[int, ...] = ()
@@ -148,21 +145,9 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     position = _ATTENTION_DROPOUT_ARGUMENT.get(target.overloadpacket.__name__)
     if position is not None:
         return bool(kwargs.get("dropout_p", args[position] if len(args) > position else 0.0) != 0.0)
-    if is_cudnn_rnn(target):
-        return bool(args[_DROPOUT_OF_RNN] != 0.0)
     if target is aten.native_dropout.default:
         return bool(args[1] != 0.0) and args[2] is not False
     return True
-
-
-def is_cudnn_rnn(target: Any) -> bool:
-    """Whether an operator is a stack of recurrent layers by cuDNN: see :mod:`planner.capture.cudnn_stack`."""
-    return str(target) == "checkpoint_planner.cudnn_rnn.default"
-
-
-def draws_once(node: fx.Node) -> bool:
-    """Whether a node draws random numbers that nothing could let it draw again: cuDNN's, from a state of its own."""
-    return is_cudnn_rnn(node.target) and is_random(node)
 
 
 def is_attention(node: fx.Node) -> bool:

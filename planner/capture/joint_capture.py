@@ -23,20 +23,17 @@ import torch
 from torch import fx, nn
 
 from planner.capture.branches import Branches, branches_decided, take_out
-from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of
-from planner.capture.fake_kernels import eager_results, kernel_types
+from planner.capture.fake_kernels import eager_results
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
-from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
-from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, may_stand_in, plainly
+from planner.capture.programs import MakeProgram, Program, ProgramsBySize, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
-from planner.capture.recurrent import keep_recurrent
 from planner.capture.state_restore import put_back, random_states_kept
 from planner.capture.target_device import TargetDevice, meant
 from planner.capture.torch_internals import (
@@ -54,8 +51,9 @@ from planner.capture.torch_internals import (
     other_state,
     storage_id,
 )
-from planner.capture.tracing_internals import Answers, answering, drawing, is_drawn_on_host
+from planner.capture.tracing_internals import Answers, answering
 from planner.common import timings
+from planner.common.garbage import not_collected
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
 
@@ -224,8 +222,8 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quiet, typed = nothing_beside(), kernel_types()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, drawing(), deciding, typed, _at_work(work):
+        quiet = not_collected()  # nearly all that a capture makes lives until it ends
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:
@@ -370,29 +368,20 @@ class Backend:
     """Makes what runs at some sizes of a program with symbolic ones; by default what ``partition`` gives for them."""
     elsewhere: TargetDevice | None = None
     """The device that the step is for, where that is not here."""
-    assume: bool = True
-    """Whether a mask may be left out for inputs that hold the same values as those at hand; other values then end in
-    :class:`~planner.capture.masks.AssumptionBrokenError`."""
     branches: bool = True
     """Whether branches may be taken by what inputs hold; those that take others then end in
     :class:`~planner.capture.branches.OtherBranchError`."""
     compiler: Compiler = aot_backend
     """Makes a backend of the partition function: AOTAutograd's, or Inductor's."""
-    run_halves: Callable[[], RunsHalves] | None = None
-    """Makes what runs the halves of a program of fixed sizes under AOTAutograd; by default they run themselves."""
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
         work = _work.get(None)  # the user's own torch.compile may call it, who knows since when
         begun = work.begun if work is not None else time.perf_counter()
+        _check_not_recurrent(graph_module)
         branches = take_out(graph_module)
         differentiable = (self.choose_outputs or loss_outputs)(graph_module)
         narrowed = detach_others(graph_module, differentiable)
-        keep_recurrent(narrowed)
-        given = [hint_of(x) for x in example_inputs]
-        # What Python's random state gives is drawn before a check could fail, and would be drawn once more after it.
-        may_assume = self.assume and not any(map(is_drawn_on_host, narrowed.graph.find_nodes(op="placeholder")))
-        assumption = simplify_masks(narrowed, given, assume=may_assume)
         if self.elsewhere is not None:
             self.elsewhere.replace_calls(narrowed)
         is_sized = any(isinstance(x, torch.SymInt) for x in example_inputs) or _takes_numbers(narrowed)
@@ -404,7 +393,6 @@ class Backend:
             return (backend.make_program or plainly(backend.partition))(joint, given)
 
         programs = ProgramsBySize(make_program) if is_sized else None
-        runs = self.run_halves() if self.run_halves is not None and programs is None else None
         joints: list[JointGraph] = []
         tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
 
@@ -417,7 +405,6 @@ class Backend:
                 joint,
                 num_fwd_outputs,
                 inputs=list(tensors),
-                assumes=assumption.names if assumption else (),
                 outside_bytes=gradients_outside(narrowed, differentiable),
                 varies=programs is not None,
                 branches=branches.taken if branches else (),
@@ -426,23 +413,19 @@ class Backend:
             joints.append(captured)
             if programs is not None:
                 return programs.captured(captured)
-            forward, backward = backend.partition(captured)
-            if runs is not None:
-                runs.take(forward, backward, num_fwd_outputs)
-            return forward, backward
+            return backend.partition(captured)
 
         # Inductor compiles what tracing makes.
         with eager_results(self.elsewhere) if self.compiler is aot_backend else nullcontext():
             if programs is None:
-                halves = [runs.forward, runs.backward] if runs is not None else []
-                run: Callable[..., Any] = self.compiler(partition, *halves)(narrowed, example_inputs)
+                run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
             else:
                 run = programs.compiled(partition, narrowed, example_inputs)
         tensors.clear()  # in torch 2.11 these are what the first step holds
         if self.finish is not None:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
-        return _under([each for each in (branches, assumption) if each], run)
+        return run if branches is None else _under(branches, run)
 
     def captured(self, joint: fx.GraphModule, num_forward_outputs: int, **facts: Any) -> JointGraph:
         """Return a joint graph with equal operations merged; UnsupportedModelError for what no plan can hold."""
@@ -480,6 +463,21 @@ def _takes_numbers(graph_module: fx.GraphModule) -> bool:
     return any(node.op == "placeholder" and may_stand_in(node.meta.get("example_value")) for node in read)
 
 
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _check_not_recurrent(graph_module: fx.GraphModule) -> None:
+    """Raise an UnsupportedModelError for recurrent layers: tracing loses their kernels, and dropout between layers."""
+    graph = graph_module.graph
+    for stack in _RECURRENT:
+        for node in graph.find_nodes(op="call_function", target=stack, sort=False):
+            source = places_of(graph)[node].source
+            raise UnsupportedModelError(
+                f"recurrent layers ({stack.__name__}{f' at {source}' if source else ''}) run as one kernel each in "
+                "eager, which a captured graph cannot hold: the runtime 'modules' runs them as they are"
+            )
+
+
 def _check_strided(joint: JointGraph) -> None:
     """Raise an UnsupportedModelError for what is sparse."""
     for node in joint.graph.nodes:
@@ -506,13 +504,12 @@ def _check_apart(joint: JointGraph) -> None:
         raise UnsupportedModelError("it writes into one of several inputs that share memory: pass copies, x.clone()")
 
 
-def _under(assumed: Sequence[Assumption | Branches], run: Callable[..., Any]) -> Callable[..., Any]:
+def _under(branches: Branches, run: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*inputs: Any) -> Any:
-        for each in assumed:
-            each.check(inputs)
+        branches.check(inputs)
         return run(*inputs)
 
-    return checked if assumed else run
+    return checked
 
 
 def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:

@@ -20,12 +20,10 @@ from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands, provenance
 from planner.capture.autograd_accumulation import gradient_copies
 from planner.capture.common_subexpressions import COMPUTED_AGAIN
-from planner.capture.dropout import kernel_of
 from planner.capture.inductor_order_internals import is_in_a_kernel_of_inductors
 from planner.capture.joint import (
     JointGraph,
     ancestors,
-    draws_once,
     drop_unused_statistics,
     is_batch_norm,
     is_collective,
@@ -71,10 +69,6 @@ class LoweredGraph:
     def graph_of(self, node: fx.Node) -> LoweredGraph:
         """Return the graph that a node is of: that of a block, or this one."""
         return self.parts.get(node.graph, self)
-
-    def called(self, node: fx.Node) -> Any:
-        """Return what a step calls for a node: its operator, or where code is written for it what does the same."""
-        return node.target if self.is_eager or self.graph_of(node).joint.functional else kernel_of(node)
 
     @property
     def is_compiled(self) -> bool:
@@ -185,8 +179,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             module=place.module,
             node=node,
             source=place.source,
-            recomputable=not (mutates(node) or is_collective(node) or draws_once(node))
-            and (is_batch_norm(node) or not reads_overwritten),
+            recomputable=not (mutates(node) or is_collective(node)) and (is_batch_norm(node) or not reads_overwritten),
             state_bytes=self.random_state_bytes if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,22 +39,6 @@ class Program:
     """Returns what runs at the same sizes where other numbers change."""
     may_be_better: Callable[[], bool | None] | None = None
     """Whether another is to be made for these sizes; is asked before each run."""
-
-
-class RunsHalves(Protocol):
-    """What runs the two halves of one program in their place; both take their arguments out of a list."""
-
-    def take(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-        """Take the halves; the forward gives so many outputs, and then what it saves."""
-        ...
-
-    def forward(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the forward."""
-        ...
-
-    def backward(self, arguments: list[Any]) -> Sequence[Any]:
-        """Run the backward."""
-        ...
 
 
 MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]

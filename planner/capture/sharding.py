@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from planner.common.units import round_up
-from planner.ir.builder import StepContext
-from planner.ir.graph import FOUND_TARGET, Value
+from planner.ir.builder import GraphBuilder, StepContext
+from planner.ir.graph import FOUND_TARGET, Phase
 from planner.ir.static_memory import StaticMemory
 
 _GLOO_NUMBER_BYTES = 16
@@ -123,20 +123,27 @@ def resident(around: StaticMemory, units: Units, alignment_bytes: int) -> Static
     return around
 
 
-class Builder(Protocol):
-    """What a step is built by, as far as sharding adds to it."""
+class StepBuilder(GraphBuilder[Any]):
+    """Adds what runs in a step that was recorded, and what FSDP2 does beside it."""
 
-    values: list[Value]
-    context: StepContext
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        self.sharding: Sharding | None = None
 
-    def aligned(self, size_bytes: int) -> int:
-        """Round a size up as the allocator does."""
+    def shard(self, units: Units, gradient_of: Callable[[str], int | None]) -> None:
+        """Let FSDP2 shard the step's parameters; for ``gradient_of`` see :class:`Sharding`."""
+        self.sharding = Sharding(self, units, self.context.gradient_shards, gradient_of)
 
-    def add_value(self, name: str, size_bytes: int, *, kind: str = ..., retained: bool = ...) -> int:
-        """Add a value, and give its index."""
+    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), **facts: Any) -> int:
+        """Add an operation that runs once."""
+        name = f"{module}.{target}.{len(self.operations)}".lstrip(".")
+        return self.add(target, reads, makes, name=name, module=module, recomputable=False, **facts)
 
-    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> Any:
-        """Add an operation that never runs again."""
+    def add_turn(self, unit: str, is_entered: bool, reads: Iterable[int]) -> int:
+        """Add what FSDP2 does as the forward or backward of a unit begins or ends, and what lives until then."""
+        if self.sharding:
+            self.sharding.turn(unit, is_entered=is_entered, is_forward=self.phase is Phase.FORWARD)
+        return self.add_once("turn", unit, reads)
 
 
 class Sharding:
@@ -145,7 +152,9 @@ class Sharding:
     ``gradient_of`` gives the value that holds the gradient of a parameter, by its name; None as long as there is none.
     """
 
-    def __init__(self, builder: Builder, units: Units, ranks: int, gradient_of: Callable[[str], int | None]) -> None:
+    def __init__(
+        self, builder: StepBuilder, units: Units, ranks: int, gradient_of: Callable[[str], int | None]
+    ) -> None:
         self.builder, self._add = builder, builder.add_once
         self.units = {path: unit for path, unit in units.items() if unit.parameters}
         self.ranks = ranks

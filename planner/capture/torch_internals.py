@@ -38,6 +38,7 @@ from torch._dynamo.exc import UserError
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import TensorVariable, builder
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput as ForwardTokenAOTInput
@@ -400,11 +401,6 @@ def declared_arguments(operator: OpOverload) -> Iterator[tuple[str, str]]:
     return ((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
 
 
-def run_composite(operator: OpOverload, *arguments: Any) -> Any:
-    """Run what an operator is made of in C++, which Python may make of others."""
-    return operator._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
-
-
 def has_onednn(dtype: torch.dtype = torch.float32) -> bool:
     """Whether CPU operators may use oneDNN for an element type: for bfloat16 not every processor can."""
     able = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -475,8 +471,8 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# Their kernels for training are torch's own only in forms that tracing makes of them.
-_DECOMPOSED = {f"aten::{name}" for name in ("native_batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu")}
+# Its kernels for training are torch's own only in forms that tracing makes of it.
+_DECOMPOSED = {"aten::native_batch_norm"}
 _COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -565,7 +561,7 @@ def dynamo_settings() -> Iterator[None]:
         recompile_limit=_NO_LIMIT,  # the limit is ours: see planner.runtimes.graph
         accumulated_recompile_limit=_NO_LIMIT,
         skip_nnmodule_hook_guards=False,  # a hook that is added later would not run, and nobody would know
-        allow_rnn=True,
+        allow_rnn=True,  # what says better why they are refused is ours
         assume_static_by_default=True,
         automatic_dynamic_shapes=True,  # but by _has_changed: of numbers, not of sizes
         allow_unspec_int_on_nn_module=True,
@@ -576,13 +572,13 @@ def dynamo_settings() -> Iterator[None]:
         record_runtime_overhead=False,  # it would tell the profiler, in every call, of what takes no time
         optimize_ddp=False,  # it would cut blocks that are compiled inside DDP at the borders of buckets
     )
-    # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
     with (
         settings,
         warnings.catch_warnings(),
         patch.object(builder, "process_automatic_dynamic", _has_changed),
+        # Numbers of Python's random state would come in another precision: what draws them has no graph.
+        patch.object(UserDefinedObjectVariable, "_supported_random_functions", staticmethod(frozenset)),
         patch.object(guards, "profile_guard_manager", lambda *_: 0.0),  # it would empty the processor's caches
-        patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm),
         patch.object(OutputGraph, _RETURNED_LEAVES, _returned_leaves) if _check_returned_leaves else nullcontext(),
     ):
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace")  # a CaptureError says so

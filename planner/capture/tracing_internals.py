@@ -1,22 +1,17 @@
-"""Change what Dynamo assumes of a program: branches on data, ``is_compiling``, random numbers; private torch APIs.
+"""Change what Dynamo assumes of a program: branches on data, and ``is_compiling``; private torch APIs.
 
 It refuses a jump on data: here somebody may say which way that goes. It says that the program is compiled: here it may
-say what eager says. It knows four functions of Python's that draw a random number: here it knows them all, and numpy's.
+say what eager says.
 """
 
 from __future__ import annotations
 
 import dis
-import random
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from math import inf
-from operator import itemgetter
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -25,13 +20,10 @@ import torch
 from torch import fx
 from torch._dynamo import external_utils
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.source import FloatTensorSource, RandomValueSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, TensorVariable, user_defined
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables import torch as functions_of_torch
-from torch._dynamo.variables.builder import GraphArg, wrap_fx_proxy
 from torch._dynamo.variables.functions import SkipFunctionVariable
-from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.node import has_side_effect
 
@@ -40,25 +32,6 @@ from planner.capture.hugging_face import COLLECTS_OUTPUTS
 _ASKS = [code for name, code in dis.opmap.items() if re.fullmatch(".*JUMP.*IF_(TRUE|FALSE).*|UNARY_NOT", name)]
 """The instructions that ask whether something holds."""
 _ASSERTION = "LOAD_ASSERTION_ERROR"
-
-_OF_PYTHON = frozenset(
-    getattr(random, name)
-    for name in (
-        "random", "uniform", "triangular", "betavariate", "expovariate", "gammavariate",
-        "gauss", "lognormvariate", "normalvariate", "paretovariate", "vonmisesvariate", "weibullvariate",
-    )
-)  # fmt: skip
-"""Python's functions that draw one number."""
-
-_WHOLE = frozenset((random.randint, random.randrange))
-"""Those that draw a whole one."""
-
-_OF_NUMPY = {
-    "random": 0, "random_sample": 0, "rand": 0, "randn": 0, "standard_normal": 0, "exponential": 1, "weibull": 1,
-    "pareto": 1, "chisquare": 1, "uniform": 2, "normal": 2, "beta": 2, "gamma": 2, "lognormal": 2, "laplace": 2,
-    "vonmises": 2, "triangular": 3,
-}  # fmt: skip
-"""Numpy's that do so where no size is asked for, with how many arguments come before the size."""
 
 _KNOW_HOW_THEY_RUN = {__name__.partition(".")[0], torch.__name__}
 """Packages that are told the truth when they ask whether they are compiled: they do the same in either case."""
@@ -82,63 +55,6 @@ def deciding(decide: Callable[[fx.Node], bool | None], marker: Callable[[Any, bo
         yield
 
 
-@contextmanager
-def drawing() -> Iterator[None]:
-    """While Dynamo traces, let single numbers that Python and numpy draw be drawn before the program, which takes them.
-
-    They come in the order in which the forward draws them, from the states that it draws from.
-    """
-    whole, skipped, plain = user_defined.call_random_fn, SkipFunctionVariable.call_function, NumpyVariable.call_function
-
-    def of_c(function: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
-        if function.value == random.random:
-            return _drawn(tracer, random.random, args, kwargs)
-        return skipped(function, tracer, args, kwargs)
-
-    def of_python(tracer: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        if function in _WHOLE:
-            return whole(tracer, function, args, kwargs)
-        return _drawn(tracer, function, args, kwargs)
-
-    def of_numpy(function: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
-        constant = all(x.is_python_constant() for x in (*args, *kwargs.values()))
-        if constant and _draws_one(function.value, args, kwargs):
-            return _drawn(tracer, function.value, args, kwargs)
-        return plain(function, tracer, args, kwargs)
-
-    functions = staticmethod(lambda: _OF_PYTHON | _WHOLE)
-    with (
-        patch.object(user_defined.UserDefinedObjectVariable, "_supported_random_functions", functions),
-        patch.object(user_defined, "call_random_fn", of_python),
-        patch.object(SkipFunctionVariable, "call_function", of_c),
-        patch.object(NumpyVariable, "call_function", of_numpy),
-    ):
-        yield
-
-
-def _drawn(tracer: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    """Return a number that is drawn before the program runs, which takes it in full precision, as Python has it."""
-    args, kwargs = [x.as_python_constant() for x in args], {k: x.as_python_constant() for k, x in kwargs.items()}
-    output = tracer.output
-    source = RandomValueSource(len(output.random_calls))
-    output.random_calls.append((function, args, kwargs))
-    example = torch.tensor(0.5, dtype=torch.float64)  # any will do, and to draw one would leave another state
-    fake = tracer.fake_mode.from_tensor(example, static_shapes=True)
-    taken = output.root_tracer.create_graph_input(source.name, torch.Tensor, fake, source=FloatTensorSource(source))
-    taken.node.meta["grapharg"] = GraphArg(
-        source, example, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False, example_strong_ref=example
-    )
-    return wrap_fx_proxy(tracer, output.create_proxy("call_method", "item", (taken,), {}))
-
-
-def _draws_one(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function of numpy's, called so, draws one number."""
-    of_numpy = sys.modules["numpy"].random
-    before = next((count for name, count in _OF_NUMPY.items() if function == getattr(of_numpy, name)), -1)
-    given = [x.as_python_constant() for x in (*args, *kwargs.values())]
-    return len(args) <= before and "size" not in kwargs and all(type(x) in (int, float) for x in given)
-
-
 def given_to(placeholder: fx.Node) -> Any:
     """Return the tensor or size that a program is given for a placeholder, None for a number that varies."""
     argument = placeholder.meta.get("grapharg")
@@ -146,11 +62,6 @@ def given_to(placeholder: fx.Node) -> Any:
         return None
     example = argument.example
     return example.node.hint if isinstance(example, torch.SymInt) else example
-
-
-def is_drawn_on_host(placeholder: fx.Node) -> bool:
-    """Whether a program takes for a placeholder what Python's random state gives, which is asked before it runs."""
-    return isinstance(getattr(placeholder.meta.get("grapharg"), "source", None), RandomValueSource)
 
 
 _QUESTIONS = (
@@ -174,9 +85,6 @@ _MOST_TRACED = 200
 """Calls that may be traced from one asking to the next at the same place: more are of a loop over time, which a model
 has in eager where it has none if it is compiled."""
 
-_SHORTER = 0.75
-"""Where yes leaves more of these calls than this share, it does not pay."""
-
 _TOO_LONG = "it has too many operations"
 
 _Place = tuple[tuple[CodeType, int], ...]
@@ -193,51 +101,31 @@ class Answers:
 
     told_yes: Mapping[_Place, str] = field(default_factory=dict)
     """The places where it is told yes, with the reason."""
-    long_anyway: frozenset[_Place] = frozenset()
-    """Those where it is told no, however much comes after: yes makes that no shorter."""
-    lengths: Mapping[_Place, int] = field(default_factory=dict)
-    """Of places where it is told yes because too much comes after: how many calls that were."""
-    asked: list[tuple[_Place, int]] = field(default_factory=list)
-    """Where it asked, and how many calls had been traced by then."""
-    long: tuple[_Place, int] | None = None
-    """The place after which there is too much for this capture to go on, and how much."""
+    asked: dict[_Place, int] = field(default_factory=dict)
+    """Where it asked, in order, and how many calls had been traced when it did so last."""
+    long: _Place | None = None
+    """The place after which there is too much for this capture to go on."""
 
     def answer(self, place: _Place, traced: int) -> bool:
         """Say whether it is compiled."""
-        before = next((at for at in reversed(range(len(self.asked))) if self.asked[at][0] == place), None)
-        self.asked.append((place, traced))
-        if before is not None and traced - self.asked[before][1] > _MOST_TRACED:
-            calls, longest = max(
-                ((then - now, at) for (at, now), (_, then) in pairwise(self.asked[before:])), key=itemgetter(0)
-            )
-            is_open = longest not in self.told_yes or calls > _SHORTER * self.lengths.get(longest, inf)
-            if is_open and longest not in self.long_anyway:
-                self.long = longest, calls
-                raise _LongError(_TOO_LONG)
+        before = self.asked.pop(place, traced)
+        self.asked[place] = traced
+        if traced - before > _MOST_TRACED and place not in self.told_yes:
+            self.long = place
+            raise _LongError(_TOO_LONG)
         return place in self.told_yes
 
     def again(self) -> Answers:
         """Return the same answers, for another capture."""
-        return Answers(self.told_yes, self.long_anyway, self.lengths)
+        return Answers(self.told_yes)
 
     def after(self, failure: TorchDynamoException) -> Answers | None:
         """Return other answers for another try: yes where it asked last, or everywhere if that was of no use."""
-        others = self.again()
-        if self.long is not None:
-            at, calls = self.long
-            if at in self.told_yes:
-                others.told_yes = {place: why for place, why in self.told_yes.items() if place != at}
-                others.long_anyway |= {at}
-            else:
-                others.told_yes = {**self.told_yes, at: _TOO_LONG}
-                others.lengths = {**self.lengths, at: calls}
-            return others
         why = str(failure)
-        places = list(dict.fromkeys(place for place, _ in reversed(self.asked) if place not in self.told_yes))
+        places = [self.long] if self.long else [place for place in reversed(self.asked) if place not in self.told_yes]
         if why not in self.told_yes.values():
             del places[1:]
-        others.told_yes = {**self.told_yes, **dict.fromkeys(places, why)}
-        return others if places else None
+        return Answers({**self.told_yes, **dict.fromkeys(places, why)}) if places else None
 
 
 @contextmanager

@@ -30,8 +30,6 @@ def allowance_bytes(node: fx.Node, spec: DeviceSpec) -> int:
 
     The workspace of matrix products is resident, see :func:`cost_models.devices.library_bytes`.
     """
-    if str(node.target).startswith("checkpoint_planner.cudnn_rnn"):
-        return _recurrent(node)
     rule = _RULES.get(node.target)
     return 0 if rule is None else rule(node, spec, *_arguments(node))
 
@@ -59,33 +57,6 @@ def _convolution(node: fx.Node, spec: DeviceSpec, *given: Tensor) -> int:
     if node.target is not aten.convolution_backward.default or not node.args[-1][2]:  # type: ignore[index]
         return rearranged
     return max(rearranged, _sum(given[0], [d for d in range(given[0].dim()) if d != 1], spec))
-
-
-def _recurrent(node: fx.Node) -> int:
-    """Return what a stack of recurrent layers copies: an input that is not contiguous, and weights that lie apart.
-
-    ``nn.LSTM`` and its kin leave weights in bfloat16 as they are, and lay out all others as cuDNN has them. What cuDNN
-    itself takes is not told.
-    """
-    x, parameters, hidden, cell, *rest = values_of(node.args)
-    given_bytes = 0 if x.is_contiguous() else x.nbytes
-    weight_bytes = sum(p.nbytes for p in parameters)
-    packed_bytes = weight_bytes if x.dtype == torch.bfloat16 else 0
-    while_it_runs = given_bytes
-    if len(rest) > _SETTINGS_OF_STACK:
-        _output, _kept, of_output, of_hidden, of_cell, *_ = rest
-        missing = ((hidden, of_hidden), (cell, of_cell))
-        zeros_bytes = sum(state.nbytes for state, given in missing if state is not None and given is None)
-        # Gradients of input and states come first, then those of weights: without biases torch copies these.
-        first_bytes = 0 if of_output is None or of_output.is_contiguous() else of_output.nbytes
-        own_bytes = tensors_of(node)[3].nbytes
-        then_bytes = own_bytes + (weight_bytes if all(p.dim() > 1 for p in parameters) else 0)
-        while_it_runs += zeros_bytes + max(first_bytes, then_bytes) - own_bytes
-    return round_up(packed_bytes + max(packed_bytes, while_it_runs), MIN_BLOCK_BYTES)
-
-
-_SETTINGS_OF_STACK = 5
-"""What the forward is called with beside tensors."""
 
 
 # Sums: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and ReduceConfig.global_memory_size.

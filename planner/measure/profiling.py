@@ -117,7 +117,7 @@ def measure(
             told = now
             progress(f"measuring: {len(found)} of {len(order)} different operations, {now - begun:.0f} s")
         node = node_of[signature]
-        return _time(node, lowered.called(node), device, trials, elsewhere)
+        return _time(node, device, trials, elsewhere)
 
     with operands.running_alone(device):
         for signature in order:
@@ -157,12 +157,12 @@ def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:
     return torch.empty(0 if skips else cache_bytes, dtype=torch.uint8, device=device)
 
 
-def _time(node: fx.Node, called: Any, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
-    """Run one operation, as a step calls it, until its median is trustworthy."""
+def _time(node: fx.Node, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
+    """Run one operation until its median is trustworthy."""
     args, kwargs = operands.arguments(node, device)
 
     def call() -> Any:
-        return called(*args, **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
     if device.type == "cuda":
         return _time_on_cuda(call, device, trials, elsewhere)

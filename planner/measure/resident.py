@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
 from cost_models.devices import DeviceSpec
-from planner.capture.cudnn_stack import dropout_state_bytes, weight_pieces
 from planner.capture.inputs import static_bytes
 from planner.capture.torch_internals import in_memory
 from planner.common.options import Training
@@ -56,19 +55,18 @@ def static_memory(
         "optimizer": _share(memory.state_bytes, shards),
         "master weights": _share(memory.master_bytes, shards),
         "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes, blocks),
-        "library workspace": spec.library_bytes + (dropout_state_bytes(model) if spec.kind == "cuda" else 0),
+        "library workspace": spec.library_bytes,
         "reserve": parse_size(training.reserve, whole_bytes=spec.memory_bytes) if training.reserve else 0,
     }
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
-    pieces = weight_pieces(model) if spec.kind == "cuda" else {}
     of_libraries = cuda_settings.pieces(spec) if shards == 1 else ()
     others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,
         optimizer_step_bytes=_share(memory.step_bytes, shards),
         gradient_shards=shards,
-        tensor_bytes=(*_in_pieces(tensors, pieces, alignment_bytes), others)
+        tensor_bytes=(*(_bytes(tensor, alignment_bytes) for tensor in tensors), others)
         if shards == 1
         else (sum(resident.values()),),
         library_bytes=of_libraries,
@@ -92,20 +90,6 @@ def _communication_bytes(
     largest_bytes = max(of_blocks.values(), default=0)
     # Gathered: the root and two blocks. Gradients before they are spread: of the unit at work, and what is sent.
     return root_bytes + 2 * largest_bytes + 2 * max(root_bytes, largest_bytes)
-
-
-def _in_pieces(
-    tensors: Iterable[torch.Tensor], pieces: Mapping[int, tuple[int, int]], alignment_bytes: int
-) -> Iterator[int]:
-    """Give the size of each tensor, and of each piece of memory that several have together."""
-    seen = set()
-    for tensor in tensors:
-        piece, size_bytes = pieces.get(id(tensor), (None, 0))
-        if piece is None:
-            yield _bytes(tensor, alignment_bytes)
-        elif piece not in seen:
-            seen.add(piece)
-            yield round_up(size_bytes, alignment_bytes)
 
 
 def _bytes(tensor: torch.Tensor, alignment_bytes: int) -> int:

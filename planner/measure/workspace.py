@@ -19,7 +19,6 @@ from torch.profiler import record_function
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
-from planner.capture.dropout import kernel_of
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
@@ -65,8 +64,8 @@ class Tried:
     """The first run's, with all that a library does once."""
 
 
-_known: dict[tuple[str, int, str, Any], Tried] = {}
-"""By device, threads, signature and what is called: a deep model costs what one layer costs, planning again nothing."""
+_known: dict[tuple[str, int, str], Tried] = {}
+"""By device, threads and signature: a deep model costs what one layer costs, planning again nothing."""
 
 
 def measure(
@@ -93,19 +92,15 @@ def measure(
             if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
                 yield index
 
-    return _seen(lowered.operation_nodes, signatures, device, affordable, lowered.called)
+    return _seen(lowered.operation_nodes, signatures, device, affordable)
 
 
 def of_calls(
     nodes: Sequence[fx.Node | None],
     device: torch.device,
     effort: TrialLimits,
-    called: Callable[[fx.Node], Any] = kernel_of,
 ) -> list[int | None]:
-    """See how much workspace calls need; None where one cannot be tried, or is too large to be.
-
-    ``called`` says what is called for a node: by default what planned graphs call for it.
-    """
+    """See how much workspace calls need; None where one cannot be tried, or is too large to be."""
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
 
     def is_small(node: fx.Node) -> bool:
@@ -118,7 +113,7 @@ def of_calls(
         return (index for index in calls if is_small(able[index]))
 
     signatures = {index: operands.signature(node) for index, node in able.items()}
-    seen = _seen(nodes, signatures, device, small, called)
+    seen = _seen(nodes, signatures, device, small)
     return [None if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
 
 
@@ -127,22 +122,20 @@ def _seen(
     signatures: Mapping[int, str],
     device: torch.device,
     chosen: Callable[[list[int]], Iterable[int]],
-    called: Callable[[fx.Node], Any],
 ) -> dict[int, Tried | None]:
     """Run what is chosen of the calls whose signatures are new; say what is known then of all that have a signature."""
-    functions = {index: called(node) for index, node in enumerate(nodes) if node is not None and signatures.get(index)}
-    known_as = {i: (device.type, torch.get_num_threads(), signatures[i], each) for i, each in functions.items()}
+    signed = {i: signatures[i] for i, node in enumerate(nodes) if node is not None and signatures.get(i)}
+    known_as = {i: (device.type, torch.get_num_threads(), signature) for i, signature in signed.items()}
     first = {key: index for index, key in reversed(known_as.items()) if key not in _known}
     to_run = {index: node for index in chosen(sorted(first.values())) if (node := nodes[index])}
     if to_run:
         measured = _on_cuda if device.type == "cuda" else _on_cpu
         with operands.running_alone(device):
-            run = {index: (node, functions[index]) for index, node in to_run.items()}
-            _known.update((known_as[index], tried) for index, tried in measured(run, device))
+            _known.update((known_as[index], tried) for index, tried in measured(to_run, device))
     return {index: _known.get(key) for index, key in known_as.items()}
 
 
-def _on_cpu(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> Iterator[tuple[int, Tried]]:
+def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
     if profiler_is_running():
         warnings.warn(
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
@@ -150,11 +143,11 @@ def _on_cpu(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> I
         return
     outputs_bytes: dict[int, int] = {}
     with record() as recording:
-        for index, (node, function) in nodes.items():
+        for index, node in nodes.items():
             try:
                 args, kwargs = operands.arguments(node, device)
                 with record_function(f"{_LABEL}{index}"):
-                    result = function(*args, **kwargs)
+                    result = _run(node, args, kwargs)
             except (RuntimeError, IndexError, ValueError):
                 continue  # it does not run on ones and zeros, or does not fit here
             outputs_bytes[index] = _new_bytes(result, (args, kwargs))
@@ -164,16 +157,16 @@ def _on_cpu(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> I
         yield index, Tried(max(0, recording.peak_bytes(label) - output_bytes), recording.seconds(label))
 
 
-def _on_cuda(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> Iterator[tuple[int, Tried]]:
-    for index, (node, function) in nodes.items():
+def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
+    for index, node in nodes.items():
         try:
             args, kwargs = operands.arguments(node, device)
-            function(*args, **kwargs)  # what a library allocates once and for all
+            _run(node, args, kwargs)  # what a library allocates once and for all
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before_bytes = _asked_for(device)["current"]
             begun = time.perf_counter()
-            result = function(*args, **kwargs)
+            result = _run(node, args, kwargs)
             torch.cuda.synchronize(device)
             seconds = time.perf_counter() - begun
         except (RuntimeError, IndexError, ValueError):
@@ -183,6 +176,10 @@ def _on_cuda(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> 
         workspace_bytes = round_up(now["peak"] - before_bytes - kept_bytes, MIN_BLOCK_BYTES)
         yield index, Tried(max(0, workspace_bytes), seconds)
         del args, kwargs, result
+
+
+def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _asked_for(device: torch.device) -> dict[str, int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -335,8 +334,7 @@ class _Emitter:
             new = write_over(self.graph, node, argument, self.resolve)
         else:
             new = self.graph.node_copy(node, self.resolve)
-            called = self.lowered.called(node)
-            new.target = _OF_ANY_LAYOUT.get(called, called)
+            new.target = _OF_ANY_LAYOUT.get(node.target, node.target)
         self._adopt(index, node, new, again)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
@@ -370,25 +368,9 @@ class _Emitter:
 
     def _call_by(self, function: Any, node: fx.Node, *state: fx.Node) -> fx.Node:
         """Let a function call a node's operator."""
-        called = self.lowered.called(node)
+        called: Any = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.resolve)
-        if isinstance(called, OpOverload):
-            return self.graph.call_function(function, (*state, called, *args), kwargs)
-        return self.graph.call_function(_calling(function, called, bool(state)), (*state, *args), kwargs)
-
-
-@cache
-def _calling(function: Any, called: Any, is_again: bool) -> Any:
-    """Return what lets a function call another one, which a graph's code cannot write among arguments."""
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        return function(called, *args, **kwargs)
-
-    def again(state: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(state, called, *args, **kwargs)
-
-    made: Any = again if is_again else first
-    return made
+        return self.graph.call_function(function, (*state, called, *args), kwargs)
 
 
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:

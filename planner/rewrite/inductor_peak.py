@@ -50,8 +50,7 @@ def peak_of_drafts(
 def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits) -> dict[str, int]:
     """Return the bytes of workspace that calls of a draft need, by signature, as far as they can be tried."""
     device = tensors_in(draft.inputs)[0].device
-    # Its code calls the operators themselves, and not what planned graphs call for them.
-    workspaces_bytes = of_calls(list(calls.values()), device, effort, lambda node: node.target)
+    workspaces_bytes = of_calls(list(calls.values()), device, effort)
     tried = dict(zip(calls, workspaces_bytes, strict=True))
     return {signature: size_bytes for signature, size_bytes in tried.items() if size_bytes is not None}
 

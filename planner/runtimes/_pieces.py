@@ -89,7 +89,7 @@ class Program:
         raise AssertionError("a program that has a backward has one for Inductor too")
 
     def _compile(self, partition: Any, **options: Any) -> Callable[..., Any]:
-        captured = Backend(partition, choose_outputs=differentiable_outputs, finish=watched, assume=False, **options)
+        captured = Backend(partition, choose_outputs=differentiable_outputs, finish=watched, **options)
         with explain_forward(self.model), with_settings(self.settings), self.piece.surroundings():
             return captured(self.piece.program, self.piece.inputs)
 

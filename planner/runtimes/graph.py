@@ -19,7 +19,6 @@ from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs, loss_outputs
-from planner.capture.masks import AssumptionBrokenError
 from planner.capture.model_facts import is_sharded
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
@@ -125,7 +124,7 @@ class GraphRuntime(PlannedCalls):
             try:
                 result = fixed.known(args, kwargs)
                 return sized.known(args, kwargs) if result is NOT_CAPTURED else result
-            except AssumptionBrokenError:  # raised before anything was run
+            except OtherBranchError:  # raised before anything was run
                 continue
             except OtherProgramError:  # likewise
                 break
@@ -161,16 +160,13 @@ class GraphRuntime(PlannedCalls):
         )
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
-        """Capture under the first pair of calls whose assumptions hold for these inputs, or under a new pair."""
-        assume = True
+        """Capture under the first pair of calls whose branches hold for these inputs, or under a new pair."""
         for fixed, sized in self._calls:
             try:
                 return self._capture(inputs, fixed, sized, symbolic)
             except OtherBranchError:
                 continue
-            except AssumptionBrokenError:
-                assume = False
-        self._calls.append(self._new_pair(assume=assume))
+        self._calls.append(self._new_pair())
         return self._capture(inputs, *self._calls[-1], symbolic)
 
     def _why(self, symbolic: Sequence[Varying]) -> str:
@@ -204,10 +200,10 @@ class GraphRuntime(PlannedCalls):
             self._completed_for = situation
 
     def _new_calls(self) -> None:
-        self._calls = [self._new_pair(assume=True)]
+        self._calls = [self._new_pair()]
 
-    def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
-        """Return a pair of captures, of fixed and of symbolic sizes; ``assume`` says if masks may be left out."""
+    def _new_pair(self) -> tuple[IsolatedCall, IsolatedCall]:
+        """Return a pair of captures, of fixed and of symbolic sizes."""
         new = partial(
             IsolatedCall,
             self.model,
@@ -217,7 +213,6 @@ class GraphRuntime(PlannedCalls):
             finish=self._finish,
             make_program=self._program,
             compiler=self.compiler,
-            assume=assume,
         )
         return new(), new()
 

@@ -54,7 +54,7 @@ def fingerprint(
         "inputs": described(inputs),
         "device": device,
         "torch": torch.__version__,
-        "assumes": ", ".join((*joint.assumes, *joint.branches)),
+        "assumes": ", ".join(joint.branches),
         "operations": len(operations),
         "graph": digest.hexdigest()[:16],
     }

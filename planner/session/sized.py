@@ -17,9 +17,8 @@ from torch.fx.node import map_aggregate
 from planner.analysis.study import Study
 from planner.capture.fake_internals import without_data
 from planner.capture.inputs import new_bytes
-from planner.capture.joint import fake_mode_of, is_cudnn_rnn
+from planner.capture.joint import fake_mode_of
 from planner.capture.model_facts import of_model
-from planner.capture.recurrent import is_onednn_lstm
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
 from planner.capture.torch_internals import FakeTensorMode
 from planner.common import timings
@@ -157,8 +156,6 @@ class SizedStep:
 
         UnknownSizeError if a kernel saves a buffer whose size only it knows: it must not run on one of another size.
         """
-        if self._asks_kernels:
-            raise UnknownSizeError("only a kernel says how much it keeps")
         values_bytes = self._values_bytes(sizes)
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
@@ -217,11 +214,6 @@ class SizedStep:
         return self.study.in_place.single_costs
 
     # Bytes of values.
-
-    @cached_property
-    def _asks_kernels(self) -> bool:
-        targets = {node.target for node in self.step.lowered.operation_nodes if node is not None}
-        return any(is_cudnn_rnn(target) or is_onednn_lstm(target) for target in targets)
 
     @cached_property
     def _formulas(self) -> tuple[Any, ...]:

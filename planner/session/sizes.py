@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from planner.analysis.study import Study
+from planner.capture.branches import OtherBranchError
 from planner.capture.inputs import Inputs, LossFunction, check_plannable, varying_dimensions
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, Stopped, loss_outputs
-from planner.capture.masks import AssumptionBrokenError
 from planner.capture.state_restore import random_states_kept
 from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
@@ -98,7 +98,7 @@ class StudiesBySize:
         except Stopped as stopped:
             joint, *given = stopped.args
             return (joint, *given) if given else None
-        except (OtherProgramError, AssumptionBrokenError):
+        except (OtherProgramError, OtherBranchError):
             pass
         return None
 

@@ -345,14 +345,6 @@ def plan_lowered(
 
 
 def _assumptions(joint: JointGraph) -> Iterator[Finding]:
-    if joint.assumes:
-        yield Finding(
-            rule="mask-left-out",
-            severity=Severity.NOTE,
-            evidence=f"masks are made from {', '.join(joint.assumes)} alone, and hide nothing but what comes later",
-            cause="attention runs with a flag in place of its mask, as in eager",
-            fix="nothing: every batch is checked, and one that needs the mask gets a plan of its own within the budget",
-        )
     if joint.branches:
         yield Finding(
             rule="branches-taken",

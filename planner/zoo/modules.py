@@ -1,6 +1,6 @@
-"""The zoo's own language models: a small decoder and a stack of LSTMs, written the way their users write them.
+"""The zoo's own language model: a small decoder, written the way its users write it.
 
-Both take ``(input_ids, labels)``, labels already shifted, and return the mean cross-entropy.
+It takes ``(input_ids, labels)``, labels already shifted, and returns the mean cross-entropy.
 """
 
 from __future__ import annotations
@@ -86,24 +86,4 @@ class MiniGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class LSTMLanguageModel(nn.Module):
-    """LSTMs on top of each other with dropout between them, after Zaremba, Sutskever and Vinyals (2014)."""
-
-    def __init__(self, *, layers: int = 4, width: int = 1024, vocabulary: int = 10_000, dropout: float = 0.5) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        nn.init.normal_(self.tokens.weight, std=0.02)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.dropout(self.tokens(input_ids))
-        for layer in self.layers:
-            x = self.dropout(layer(x)[0])
-        logits = self.head(x)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

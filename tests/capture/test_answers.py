@@ -67,12 +67,6 @@ def loops(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def asks_between_loops(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    for _ in range(3):
-        x = added(x * 2.0 if torch.compiler.is_compiling() else x * 3.0)
-    return x
-
-
 def added(x: torch.Tensor) -> torch.Tensor:
     for _ in range(30):
         x = x + 1.0
@@ -117,14 +111,6 @@ def test_a_loop_that_would_be_too_long_is_told_yes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tracing_internals, "_MOST_TRACED", 20)
     with pytest.warns(UserWarning, match="too many operations"):
         assert str(capture(Asks(loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 3
-
-
-def test_what_is_no_shorter_if_it_is_told_yes_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing_internals, "_MOST_TRACED", 20)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        captured = str(capture(Asks(asks_between_loops), Inputs(batch(0), {})).graph)
-    assert captured.count("aten.add.Tensor") == 90 and "3.0" in captured and "2.0" not in captured
 
 
 def test_without_data_nobody_can_look_and_nobody_is_warned() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -327,15 +326,3 @@ def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again()
     assert [len(first), len(again)] == [3, 3]
     assert all(node.args[3] is not None and node.args[4] is not None for node in first)
     assert all(node.args[3:6] == (None, None, True) for node in again)
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers_for_a_gpu_are_one_operator_of_cudnn(kind: str) -> None:
-    model, x = getattr(nn, kind)(8, 8, num_layers=3, dropout=0.5, bidirectional=True), torch.randn(5, 4, 8)
-    for elsewhere in (None, TargetDevice(cost_models.device("h100"))):
-        nodes = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.nodes
-        targets = Counter(str(node.target) for node in nodes if node.op == "call_function")
-        count = 0 if elsewhere is None else 1
-        assert targets["checkpoint_planner.cudnn_rnn.default"] == count
-        assert targets["checkpoint_planner.cudnn_rnn_backward.default"] == count
-        assert not count or not targets["checkpoint_planner.lstm_layer.default"]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner.capture.memory import measure_peak
+from planner.errors import CaptureError
 from planner.ir.graph import LOSS_NAME, named_by
 from tests.runtimes.steps import assert_gradients
 from tests.tiers import tiered
@@ -100,3 +101,10 @@ def test_a_planned_step_calls_the_kernels_of_eager(case: str, channels_last: boo
     peak_bytes, _ = measure_peak(lambda: train(planned, x), torch.device("cpu"))
     assert 0.999 * plan.peak_bytes <= peak_bytes + plan.total_static_bytes <= plan.peak_bytes
     assert_gradients(train(model, x), planned)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_refused_by_name(kind: type[nn.RNNBase]) -> None:
+    """Tracing loses the dropout between layers, and what their kernels keep."""
+    with pytest.raises(CaptureError, match=r"recurrent layers .*: the runtime 'modules' runs them"):
+        planner.plan(kind(4, 4, 2, dropout=0.5), torch.randn(3, 2, 4), budget="100%", runtime="graph")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Sharding, Unit, Units, resident
-from planner.ir.builder import GraphBuilder, StepContext
+from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Sharding, StepBuilder, Unit, Units, resident
+from planner.ir.builder import StepContext
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -19,11 +18,6 @@ WHOLE_BYTES = 4 * SIZE
 SHARE_BYTES = WHOLE_BYTES // RANKS
 
 
-class Builder(GraphBuilder[None]):
-    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> None:
-        self.add(target, reads, makes, name=f"{target} {len(self.operations)}", module=module, recomputable=False)
-
-
 def unit(name: str, **settings: object) -> Unit:
     sizes = {"item_bytes": 4, "share_item_bytes": 4, "spread_item_bytes": 4}
     return Unit(parameters=(Parameter(name=name, shape=(SIZE,), trainable=True, **sizes),), **settings)
@@ -31,7 +25,7 @@ def unit(name: str, **settings: object) -> Unit:
 
 def step_of(units: Units) -> TrainingGraph:
     """Return a step on a GPU, of blocks that hold nothing but parameters and their gradients."""
-    builder = Builder(StepContext(alignment_bytes=1, on_cpu=False))
+    builder = StepBuilder(StepContext(alignment_bytes=1, on_cpu=False))
     gradients: dict[str, int] = {}
     sharding = Sharding(builder, units, RANKS, gradients.get)
     blocks = [path for path in units if path]

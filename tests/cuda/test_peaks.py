@@ -22,8 +22,6 @@ MODELS: dict[str, dict[str, int]] = {
     "vit-b16": {"layers": 2},
     "bert-large": {"layers": 2},
     "unet": {"layers": 2},
-    "convnext-tiny": {"layers": 2},
-    "whisper-small-encoder": {"layers": 1, "batch_size": 2},
 }
 
 

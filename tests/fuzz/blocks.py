@@ -289,10 +289,6 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ("", "y = (x.float().softmax(-1) @ x.float().mT).to(x.dtype) @ x\n{mix}"),
     ),
     "recurrent": (
-        ("self.lstm{i} = nn.LSTM({C}, {C}, batch_first=True)",
-         "y = self.lstm{i}(x[:, :8])[0].repeat(1, {T} // 8, 1)\n{mix}"),
-        ("self.gru{i} = nn.GRU({C}, {C}, batch_first=True)",
-         "y = self.gru{i}(x[:, :4])[0].repeat(1, {T} // 4, 1)\n{mix}"),
         ("self.cell{i} = nn.GRUCell({C}, {C})",
          "h = x[:, 0]\nfor t in range(3):\n    h = self.cell{i}(x[:, t], h)\ny = x + h[:, None]\n{mix}"),
     ),

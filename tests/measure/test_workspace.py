@@ -193,7 +193,7 @@ def test_what_inductor_writes_itself_is_not_run(monkeypatch: pytest.MonkeyPatch)
     on_cpu = workspace._on_cpu
 
     def seen(nodes: Any, device: torch.device) -> Any:
-        ran.update(str(node.target) for node, _ in nodes.values())
+        ran.update(str(node.target) for node in nodes.values())
         return on_cpu(nodes, device)
 
     monkeypatch.setattr(workspace, "_on_cpu", seen)

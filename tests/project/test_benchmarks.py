@@ -140,13 +140,13 @@ def test_compare_runs_all_ways_beside_each_other(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "compare.json"
     options = ["--ratios", "50", "--shares", "90", "--seconds", "1", "--time-limit", "1", "--json", str(file)]
-    compare.main(["--models", "lstm", *options])
+    compare.main(["--models", "minimind-26m", *options])
     (entry,) = _results(file)["models"]
     ran = [row for row in entry["rows"] if row["status"] == "run"]
     assert {"eager", "planned at 90% of eager's"} <= {row["way"] for row in ran} and all(
         row["time_ratio"] > 0 for row in ran
     )
-    assert (tmp_path / "compare" / "lstm.svg").exists()
+    assert (tmp_path / "compare" / "minimind-26m.svg").exists()
 
 
 def test_compiled_ways_run_beside_plans() -> None:

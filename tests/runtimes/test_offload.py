@@ -301,10 +301,12 @@ class ChannelsLast(torch.nn.Module):
         return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()
 
 
-QUICK = ("native dropout", "convolutions", "in place", "mutated buffer", "lstm")
+QUICK = ("native dropout", "convolutions", "in place", "mutated buffer")
+RECURRENT = {"lstm", "gru", "rnn"}
+"""No graph holds them, and what is to wait on the host is planned in one."""
 
 
-@pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
+@pytest.mark.parametrize("case", tiered([case for case in CASES if case not in RECURRENT], quick=QUICK))
 def test_offload_changes_no_bit(case: str):
     torch.manual_seed(5)
     wrapped = CASES[case]()

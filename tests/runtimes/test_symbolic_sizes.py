@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import recurrent
-from planner.capture.dropout import _WORTH_IT
 from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
 from planner.runtimes import _sized
-from planner.session import sized
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
@@ -205,7 +201,7 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
 
 def test_one_code_serves_dropout_of_all_sizes(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, 1)))
-    rows = 2 * _WORTH_IT // WIDTH
+    rows = 2**15 // WIDTH
     for count in (rows, rows + 8, rows // 4):
         model(torch.randn(count, WIDTH)).sum().backward()
     monkeypatch.setattr(_sized, "at_sizes", refuse)
@@ -231,34 +227,6 @@ def test_a_percentage_is_of_eagers_peak_at_a_larger_size(name: str) -> None:
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes
     assert plan.budget_bytes == expected.budget_bytes
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(self.head(self.layer(x)[0]))
-
-
-def test_a_kernel_that_keeps_what_no_formula_says_is_not_tried_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would write beyond what was kept at another size."""
-    of_calls = sized.of_calls
-
-    def spy(nodes: Sequence[Any], *rest: Any) -> Any:
-        for node in nodes:
-            if str(node.target) == "checkpoint_planner.lstm_layer_backward.default":
-                x, kept = node.args[0].meta["val"], node.args[-1].meta["val"]
-                assert kept.numel() == recurrent._kept(tuple(x.shape), WIDTH, torch.float32)[0]
-        return of_calls(nodes, *rest)
-
-    monkeypatch.setattr(sized, "of_calls", spy)
-    varying = planner.auto_wrap(
-        Recurrent(), **grouped(activation_budget="150%", runtime="graph", time_limit_seconds=0.2)
-    )
-    for rows in (12, 8, 10, 6):
-        train(varying, floats(12, rows, WIDTH))
 
 
 class Pooled(nn.Module):

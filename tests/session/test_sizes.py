@@ -55,20 +55,8 @@ def test_one_capture_serves_all_sizes_that_are_expected(first: int, captures: li
         assert said_by(study) == said_by(planner.study(model, each.args, target=planner.Target(cost_model="roofline")))
 
 
-class Recurrent(nn.Module):
-    """How much oneDNN keeps of it is known only when it runs, at sizes that are numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.LSTM(64, 32, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)[0].square().mean()
-
-
-@pytest.mark.parametrize("model", [nn.Linear(64, 8), Recurrent()], ids=["loss outside", "recurrent"])
-def test_a_loss_outside_and_a_recurrent_layer_pin_no_batch(model: nn.Module, captures: list[int]) -> None:
-    inputs = Inputs.of(torch.randn(4, 6, 64))
+def test_a_loss_outside_pins_no_batch(captures: list[int]) -> None:
+    model, inputs = nn.Linear(64, 8), Inputs.of(torch.randn(4, 6, 64))
     studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
     asked = [inputs.with_batch(batch) for batch in (3, 5, 8, 2)]
     studies.expect([inputs])

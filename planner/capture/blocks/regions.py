@@ -47,7 +47,7 @@ from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
 from planner.ir.static_memory import LossMemory
 
-AS_BLOCK: dict[str, Any] = {"choose_outputs": differentiable_outputs, "assume": False, "branches": False}
+AS_BLOCK: dict[str, Any] = {"choose_outputs": differentiable_outputs, "branches": False}
 """How the call of a block is captured."""
 
 Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import fx
 
 from planner.capture.blocks.regions import Block, Passage, Recorder
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
-from planner.capture.sharding import Sharding, Units
+from planner.capture.sharding import StepBuilder, Units
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
-from planner.ir.builder import GraphBuilder, StepContext
+from planner.ir.builder import StepContext
 from planner.ir.graph import ACCUMULATE_TARGET, FOUND_TARGET, Phase, TrainingGraph
 
 RETURN_TARGET = "returns"
@@ -36,7 +34,9 @@ def put_together(
     """Return the graph of a model given ``inputs``, whose ``units`` FSDP2 shards, in O(operations + reads)."""
     builder = Builder(trace, blocks, context)
     if units:
-        builder.shard(units)
+        names = {parameter.name for unit in units.values() if unit.spreads for parameter in unit.trainable}
+        builder.spread = {number for name, number in trace.gradients.items() if name in names}
+        builder.shard(units, builder.gradient_of)
     graph = builder.run()
     joint = JointGraph.without_graph(inputs)
     return LoweredGraph(
@@ -61,14 +61,13 @@ def _join(path: str, module: str) -> str:
     return f"{path}.{module}" if module else path
 
 
-class Builder(GraphBuilder[fx.Node]):
+class Builder(StepBuilder):
     """Adds one event of the step after the other."""
 
     def __init__(self, trace: Recorder, blocks: Mapping[str, Block], context: StepContext) -> None:
         super().__init__(context)
         self.trace = trace
         self.blocks = blocks
-        self.sharding: Sharding | None = None
         self.spread: set[int] = set()
         """Storages of gradients that FSDP2 spreads, and then frees."""
         self.value_of: dict[int | None, int] = {}
@@ -77,13 +76,8 @@ class Builder(GraphBuilder[fx.Node]):
         """Block and its own value to value; None for what is resident."""
         self.held = freed_after(trace.storages)
 
-    def shard(self, units: Units) -> None:
-        """Let FSDP2 shard the step's parameters."""
-        self.sharding = Sharding(self, units, self.context.gradient_shards, self._gradient_of)
-        names = {parameter.name for unit in units.values() if unit.spreads for parameter in unit.trainable}
-        self.spread = {number for name, number in self.trace.gradients.items() if name in names}
-
-    def _gradient_of(self, name: str) -> int | None:
+    def gradient_of(self, name: str) -> int | None:
+        """Return the value that is the gradient of a parameter, by its name; None where there is none yet."""
         return self.value_of.get(self.trace.gradients.get(name))
 
     def run(self) -> TrainingGraph:
@@ -92,7 +86,7 @@ class Builder(GraphBuilder[fx.Node]):
             self.add_once(FOUND_TARGET, "", (), [self._value(storage) for storage in self.trace.found])
         for index, event in enumerate(self.trace.events):
             if isinstance(event, Turn):
-                self._turn(event, index)
+                self.add_turn(event.module, event.is_entered, self._reads(self.held[index], made=()))
             elif isinstance(event, Run):
                 self._eager(event, index)
             elif event.phase is Phase.LOSS:
@@ -119,12 +113,6 @@ class Builder(GraphBuilder[fx.Node]):
             node=run.node,
             **run.facts,
         )
-
-    def _turn(self, turn: Turn, index: int) -> None:
-        """Let FSDP2 do what it does as the forward or backward of a unit begins, or ends."""
-        if self.sharding:
-            self.sharding.turn(turn.module, is_entered=turn.is_entered, is_forward=self.phase is Phase.FORWARD)
-        self.add_once("turn", turn.module, self._reads(self.held[index], made=()))
 
     def _loss(self, event: Passage, index: int) -> None:
         makes = [self._value(storage) for storage in event.makes.values()]
@@ -175,8 +163,3 @@ class Builder(GraphBuilder[fx.Node]):
     def _reads(self, storages: Iterable[int | None], made: Container[int | None]) -> list[int]:
         """Return the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
-
-    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), **facts: Any) -> None:
-        """Add an operation that runs once."""
-        name = f"{_join(module, target)}.{len(self.operations)}".lstrip(".")
-        self.add(target, reads, makes, name=name, module=module, recomputable=False, **facts)

@@ -11,20 +11,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from planner.capture import operands
 from planner.capture.eager.trace import Call, Save, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_distributed_tensors, units_of
-from planner.capture.sharding import Sharding
+from planner.capture.sharding import StepBuilder
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
-from planner.ir.builder import GraphBuilder, StepContext
+from planner.ir.builder import StepContext
 from planner.ir.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, UNHELD, UNREAD, Keepable, Region
-from planner.ir.graph import FOUND_TARGET, Phase
+from planner.ir.graph import FOUND_TARGET
 from planner.ir.layers import is_within
+
+_CUDNN_RNN, _DROPOUT_OF_RNN = "aten._cudnn_rnn.default", 11
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
 """What Hugging Face's models derive their layers from."""
@@ -73,7 +75,7 @@ def lower_eager(trace: Trace, model: nn.Module, inputs: list[torch.Tensor], cont
     return _Lowering(trace, model, context).run(inputs)
 
 
-class _Lowering(GraphBuilder[fx.Node]):
+class _Lowering(StepBuilder):
     def __init__(self, trace: Trace, model: nn.Module, context: StepContext) -> None:
         super().__init__(context)
         self.trace = trace
@@ -95,9 +97,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             size_bytes = 0 if is_elsewhere else storage.size_bytes
             stays = storage.died is None and index not in spread
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=stays)
-        self.sharding: Sharding | None = None
         if units:
-            self.sharding = Sharding(self, units, context.gradient_shards, self._gradient_of)
+            self.shard(units, self._gradient_of)
         self.unread = tuple(self._unread())
         self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
@@ -203,24 +204,12 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _add_run(self, position: int) -> int:
         run = self.trace.runs[position]
         if isinstance(run, Turn):
-            return self._add_turn(run, self.let_go[position])
+            return self.add_turn(run.module, run.is_entered, self.let_go[position])
         reads = (*run.reads, *self.let_go[position])
         name = f"{run.node.name}_{position}"
         return self.add(
             str(run.node.target), reads, run.makes, name=name, module=run.module, node=run.node, **run.facts
         )
-
-    def _add_turn(self, turn: Turn, let_go: Iterable[int]) -> int:
-        """Add what FSDP2 does as a unit's forward or backward begins or ends."""
-        if self.sharding:
-            is_forward = self.phase is Phase.FORWARD
-            self.sharding.turn(turn.module, is_entered=turn.is_entered, is_forward=is_forward)
-        return self.add_once("turn", turn.module, let_go)
-
-    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> int:
-        """Add an operation that never runs again, and has no run behind it."""
-        name = f"{target} of {module}.{len(self.operations)}"
-        return self.add(target, reads, makes, name=name, module=module, recomputable=False)
 
     def _add_note(
         self,
@@ -370,6 +359,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             if isinstance(run, Turn):
                 return False  # whatever is gathered inside would have to be once more
             target = str(run.node.target)
+            if target == _CUDNN_RNN and run.node.args[_DROPOUT_OF_RNN] != 0.0:
+                return False  # cuDNN draws from a state of its own, which nobody can put back
             # Ranks that share every layer have one plan, and so run the same collectives again.
             speaks = is_collective(run.node) and not self.is_parallel
             if speaks or target.startswith("c10d") or not made.issuperset(run.writes):
