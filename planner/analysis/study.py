@@ -135,12 +135,12 @@ class Study:
         """
         budget, search, offload = Budget.of(budget), group(Search, search), group(Offload, offload)
         check_solver(self.origin.runtime, search.solver)
-        if self.regions is not None:
-            offloading_runtime("modules", offload)
         if policy is not None and (self.regions is not None or budget.strategy is not None):
             told = "a strategy" if budget.strategy is not None else "the runtime 'modules', which recomputes modules,"
             raise RuntimeUnsupportedError(f"{told} follows no policy: a policy decides single operations of a graph")
         check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled)
+        if self.regions is not None:
+            offloading_runtime("modules", offload)
         if budget.strategy is not None:
             return self.as_plan(
                 self.strategy(budget.strategy),
