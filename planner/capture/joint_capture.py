@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from planner.capture.branches import Branches, branches_decided, take_out
+from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of
@@ -53,7 +54,6 @@ from planner.capture.torch_internals import (
 )
 from planner.capture.tracing_internals import Answers, answering
 from planner.common import timings
-from planner.common.garbage import not_collected
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
 
@@ -222,7 +222,7 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quiet = not_collected()  # nearly all that a capture makes lives until it ends
+        quiet = nothing_beside()
         with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, _at_work(work):
             try:
                 return self._compiled(args, kwargs)

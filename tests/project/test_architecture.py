@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
+    "planner.capture.capture_speedups",
     "planner.capture.planned_graph_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
