@@ -1,4 +1,4 @@
-"""How hard to try: until so many seconds have passed, or until so much work is done."""
+"""Limits of a search: a number of seconds, or an amount of counted work."""
 
 from __future__ import annotations
 

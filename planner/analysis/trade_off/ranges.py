@@ -1,4 +1,4 @@
-"""What is typed for an axis, ``1..64`` or ``1,2,4``, or listed in Python, and the values that it stands for."""
+"""Parse an axis of budgets or sizes, ``1..64``, ``1,2,4`` or a Python list, into its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a search over splits, what a split is, and what an estimate says; plain data.
+"""Plain data of a search over splits: the question, a split, and the estimate of one.
 
 How fast devices reach each other: within a node, and between nodes.
 
