@@ -131,11 +131,11 @@ def test_a_layer_of_onednn_is_one_operation_each_way() -> None:
     ),
 )
 def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtype) -> None:
-    model = Stack("LSTM", num_layers=3, dropout=0.3, batch_first=True).train(training)
+    model = Stack("LSTM", num_layers=2, dropout=0.3, batch_first=True).train(training)
     model(x())
     model.to(dtype)
     wide = torch.randn(256, 4, FEATURES, dtype=dtype)
-    plan = planner.plan(model, wide, **grouped(activation_budget="85%", time_limit_seconds=1.0))
+    plan = planner.plan(model, wide, **grouped(activation_budget="85%", time_limit_seconds=1.0, compare=False))
     proof = planner.verify(model, wide, plan, timed_steps=1)
     assert plan.recomputations
     assert proof.exact, proof.differences
