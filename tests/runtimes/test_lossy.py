@@ -159,7 +159,7 @@ def test_copies_are_rounded_piece_by_piece_and_stay_finite(monkeypatch: pytest.M
 def test_a_lossy_step_takes_the_bytes_that_were_predicted_and_is_a_little_off(build, x, share):
     module = build()
     asked = {"activation_budget": share, "offload": True, "offload_lossy": True, "time_limit_seconds": 1}
-    plan = planner.plan(module, x, **grouped(**asked))
+    plan = planner.plan(module, x, **grouped(compare=False, **asked))
     assert plan.offloading is not None and plan.offloading.rounded
     plan = planner.Plan.from_json(plan.to_json())
     found = planner.verify(module, x, plan, timed_steps=1)
@@ -223,7 +223,7 @@ def test_a_router_and_a_maximum_work_on_rounded_values():
     torch.manual_seed(0)
     module, x = Everything(), torch.randn(64, 32)
     asked = {"offload": True, "offload_at_least": 1, "offload_lossy": True, "time_limit_seconds": 1}
-    plan = planner.plan(module, x, **grouped(activation_budget="70%", **asked))
+    plan = planner.plan(module, x, **grouped(activation_budget="70%", compare=False, **asked))
     assert plan.offloading.rounded
     found = planner.verify(module, x, plan, timed_steps=1)
     assert found.agrees and 0 < found.rounding_error < 0.02
