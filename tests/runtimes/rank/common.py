@@ -29,6 +29,8 @@ FEW_ROWS = 32
 
 IN_FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+LARGER = ("own", "16 bits", "modules", "inside")
+"""Ways to shard a model first after which it is given a larger batch: others are planned anew as the first is."""
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # pytest looks for doctests here
 QUICK = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True}
 

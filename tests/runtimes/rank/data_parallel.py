@@ -139,10 +139,10 @@ def sharded_first(rank: int) -> dict[str, Any]:
         "ahead": ({"ahead": True}, {}),
         "inside": ({"inside": True}, {}),
     }
-    return {name: _sharded_first(rank, *options) for name, options in ways.items()}
+    return {name: _sharded_first(rank, *options, larger=name in common.LARGER) for name, options in ways.items()}
 
 
-def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> dict[str, Any]:
+def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any], *, larger: bool) -> dict[str, Any]:
     ahead, inside = shard.pop("ahead", False), shard.pop("inside", False)
     depth = 4 if ahead or inside else 2
 
@@ -176,9 +176,11 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> di
     plan, plain = planner.plan_of(model), sharded()
     step(plain, x)
     result = common.reported(plan, gradients(model), gradients(plain), peak)
-    larger = torch.cat([x, x])
-    step(model, larger), step(plain, larger)
-    return result | {"larger_equal": same(gradients(model), gradients(plain))}
+    if larger:
+        x = torch.cat([x, x])
+        step(model, x), step(plain, x)
+        result["larger_equal"] = same(gradients(model), gradients(plain))
+    return result
 
 
 def last_batch(rank: int) -> dict[str, Any]:
