@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -163,6 +165,13 @@ class Transformer(nn.Module):
             for block in self.blocks:
                 x = block(x)
             return mean_square(x.float())
+
+
+def language_model(kind: str = "Llama", **config: Any) -> Any:
+    """Return a small model of transformers, of the family that is named."""
+    transformers = pytest.importorskip("transformers", reason="the Hugging Face models of the zoo")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64, **config}
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
 
 
 SEQUENCES = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))

@@ -38,7 +38,7 @@ from tests.oracle import cheapest, random_graph
 from tests.orders import branches
 from tests.planned import printed, without_recompute
 
-QUICK = Search(time_limit_seconds=2.0, deterministic=True)
+QUICK = Search(time_limit_seconds=0.5, deterministic=True)
 
 
 def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:

@@ -78,7 +78,7 @@ class Case:
 
 
 def mini_gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model = MiniGPT(layers=3, width=WIDTH, heads=2, hidden=2 * WIDTH, vocabulary=50, positions=16)
+    model = MiniGPT(layers=2, width=WIDTH, heads=2, hidden=2 * WIDTH, vocabulary=50, positions=16)
     ids, labels = torch.randint(50, (2, 2, 16))
     return model, {"input_ids": ids, "labels": labels}
 
@@ -90,7 +90,7 @@ def of_the_zoo(name: str, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 CASES = {
-    "MiniGPT": Case(mini_gpt, [f"blocks.{i}" for i in range(3)]),
+    "MiniGPT": Case(mini_gpt, [f"blocks.{i}" for i in range(2)]),
     "GPT-2": Case(lambda: of_the_zoo("gpt2", layers=3, seq_len=16), [f"transformer.h.{i}" for i in range(3)]),
     "ResNet-50": Case(
         lambda: of_the_zoo("resnet50", image_size=64, layers=2),

@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.common.options import grouped
 from planner.errors import CaptureError
-from tests.models import DependingOnData, Stack, rows
+from tests.models import DependingOnData, Stack, language_model, rows
 from tests.tiers import tiered
 
 BUDGET = {"budget": "100%", "time_limit_seconds": 0.5}
@@ -115,12 +115,7 @@ def test_what_the_user_compiles_and_what_fails_leave_later_captures_alone() -> N
 
 def test_hidden_states_of_hugging_face_are_collected_in_a_graph_from_the_first_call_on() -> None:
     """The model puts hooks in, once for all and under a lock, when it is first asked for them."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, use_cache=False
-    )
-    tokens = torch.randint(0, 64, (2, 16))
-    model = transformers.LlamaForCausalLM(config)
+    model, tokens = language_model(num_hidden_layers=2, use_cache=False), torch.randint(0, 64, (2, 16))
     planner.auto_wrap(model, **grouped(runtime="graph", **BUDGET))
     outputs = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
     outputs.loss.backward()

@@ -15,26 +15,17 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
+from tests.models import language_model
 from tests.tiers import tiered
 
-transformers = pytest.importorskip("transformers", reason="the Hugging Face models of the zoo")
-
 LENGTH, BATCH = 32, 3
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "vocab_size": 50}
+SIZES |= {"use_cache": False, "attn_implementation": "sdpa"}
 
 
 def llama(layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config)
+    return language_model(num_hidden_layers=layers, **SIZES)
 
 
 def batch(**others: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -62,7 +53,7 @@ def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("runtime", tiered(["graph", "modules", "regional"], slow=["modules"]))
 @pytest.mark.parametrize("given", tiered([False, True], slow=[False]))
 def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime: str) -> None:
-    model = llama(2)  # blocks are captured where there are several
+    model = llama(1 if runtime == "graph" else 2)  # blocks are captured where there are several
     kwargs = batch(**({"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if given else {}))
     gradients(model, kwargs)  # what is built once is built
     model.zero_grad()
@@ -105,7 +96,7 @@ def test_padding_gets_its_mask_and_the_plan_keeps_the_budget() -> None:
     batches = [batch(attention_mask=mask) for mask in (whole, padded, whole, padded)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     assert not close(expected[0], expected[1])
-    plan = planner.plan(model, batches[0], **grouped(activation_budget="80%", time_limit_seconds=1.0))
+    plan = planner.plan(model, batches[0], **grouped(activation_budget="80%", time_limit_seconds=1.0, compare=False))
     assert [w for w in plan.warnings if w.rule == "branches-taken" and "attention_mask" in w.evidence]
     planner.auto_wrap(model, budget=plan)
     for kwargs, gradient in zip(batches, expected, strict=True):
@@ -136,20 +127,9 @@ def test_the_first_batch_may_be_the_one_that_needs_the_mask() -> None:
 
 
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
-    config = transformers.MistralConfig(
-        num_hidden_layers=1,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        use_cache=False,
-        attn_implementation="sdpa",
-        sliding_window=LENGTH + 1,
-    )
     for window, stays in ((LENGTH + 1, False), (LENGTH // 2, True)):
-        config.sliding_window = window
-        assert masks(capture(transformers.MistralForCausalLM(config), Inputs.of(batch()))) == [stays]
+        model = language_model("Mistral", num_hidden_layers=1, sliding_window=window, **SIZES)
+        assert masks(capture(model, Inputs.of(batch()))) == [stays]
 
 
 @pytest.mark.slow

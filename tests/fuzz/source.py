@@ -7,11 +7,14 @@ import random
 import re
 import sys
 import textwrap
+import tomllib
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from tests.fuzz.blocks import BLOCKS, ENDS, LOSSES, PICKS, RARE
+_PARTS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text(encoding="utf-8"))
+"""What models are made of: the file says how it is read."""
 
 _IMPORTS = """
 import torch
@@ -88,8 +91,8 @@ def write(seed: int, blocks: Sequence[int] | None = None) -> str:
     settings = rng.choice(("", "", "", "", "", ".eval()")) + (f".to(torch.{dtype})" if dtype != "float32" else "")
     chosen = range(count(seed)) if blocks is None else blocks
     lines = [_block(seed, number, sizes) for number in chosen]
-    end_init, end = (_fill(text, rng, sizes) for text in rng.choice(ENDS))
-    loss = _fill(rng.choice(LOSSES), rng, sizes) if end.startswith("LOSS ") else "None"
+    end_init, end = (_fill(text, rng, sizes) for text in _texts(rng.choice(_PARTS["ends"])))
+    loss = _fill(rng.choice(_PARTS["losses"]), rng, sizes) if end.startswith("LOSS ") else "None"
     lines.append((end_init, end.removeprefix("LOSS ")))
     return (
         _IMPORTS.lstrip()
@@ -125,16 +128,20 @@ def load(source: str, name: str) -> Callable[[], Any]:
 def _block(seed: int, number: int, sizes: dict[str, Any]) -> tuple[str, str]:
     # A generator of its own for each block: it stays what it is when others are left out.
     rng = random.Random(f"block {seed} {number}")
-    kinds = sorted(BLOCKS)
-    (kind,) = rng.choices(kinds, [RARE.get(kind, 1.0) for kind in kinds])
-    init, forward = rng.choice(BLOCKS[kind])
+    kinds = sorted(_PARTS["blocks"])
+    (kind,) = rng.choices(kinds, [_PARTS["rare"].get(kind, 1.0) for kind in kinds])
+    init, forward = _texts(rng.choice(_PARTS["blocks"][kind]))
     return _fill(init, rng, sizes | {"i": number}), _fill(forward, rng, sizes | {"i": number})
+
+
+def _texts(part: dict[str, str]) -> tuple[str, str]:
+    return part.get("init", ""), part["forward"]
 
 
 def _fill(text: str, rng: random.Random, sizes: dict[str, Any]) -> str:
     def filled(match: re.Match[str]) -> str:
         name = match[1]
-        return str(sizes[name]) if name in sizes else _fill(rng.choice(PICKS[name]), rng, sizes)
+        return str(sizes[name]) if name in sizes else _fill(rng.choice(_PARTS["picks"][name]), rng, sizes)
 
     return re.sub(r"(?<!\{)\{(\w+)\}(?!\})", filled, text).replace("{{", "{").replace("}}", "}")
 

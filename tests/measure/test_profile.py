@@ -41,7 +41,8 @@ def profile() -> Profile:
 
 
 def planned(profile: Profile | None, batch: int = BATCH, **options: Any) -> planner.Plan:
-    return planner.plan(Net(), torch.randn(batch, 64), **grouped(activation_budget="80%", profile=profile, **options))
+    asked = {"activation_budget": "80%", "compare": False, "profile": profile, **options}
+    return planner.plan(Net(), torch.randn(batch, 64), **grouped(**asked))
 
 
 def test_what_repeats_is_measured_once(profile: Profile) -> None:
@@ -94,7 +95,9 @@ def test_a_measured_plan_is_applied_without_measuring_again(
 ) -> None:
     torch.manual_seed(0)
     model, path = Net(), tmp_path / "plan.json"
-    plan = planner.plan(model, torch.randn(BATCH, 64), **grouped(activation_budget="80%", profile=profile))
+    plan = planner.plan(
+        model, torch.randn(BATCH, 64), **grouped(activation_budget="80%", compare=False, profile=profile)
+    )
     plan.save(path)
     monkeypatch.setattr(profiling, "measure", None)
     wrapped = planner.auto_wrap(model, budget=planner.Plan.load(path))

@@ -34,7 +34,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 @cache
 def no_plan_fits() -> NoPlanFitsError:
     with pytest.raises(NoPlanFitsError) as caught:
-        make_plan(*transformer(8), budget="64MiB", solver="sqrt", deterministic=True)
+        make_plan(*transformer(8), budget="64MiB", solver="sqrt", deterministic=True, time_limit_seconds=0.5)
     return caught.value
 
 

@@ -126,15 +126,6 @@ def test_the_placement_adds_up_as_shown(plan: Plan, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_parts_come_in_their_order(width: int) -> None:
-    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
-    parts = ("FITS ", "Peak memory", "Beside other ways", "Placement, layer by layer", "Memory over the step",
-             "With more memory, or less", "Measured in", "How far to trust it")  # fmt: skip
-    places = [text.index(part) for part in parts]
-    assert places == sorted(places)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
 def test_every_way_shows_its_distance_to_the_bound(plan: Plan, width: int) -> None:
     text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
     rows = [re.fullmatch(r"(\S.*?)  +([\d.]+) MiB  +(yes|no)  +\+([\d.]+)%  +(-|\+[\d.]+%).*", line)
@@ -179,11 +170,6 @@ def test_ascii_stands_for_what_an_encoding_lacks(plan: Plan) -> None:
     assert encodable(text, "utf-8") == text
     plain = encodable(text, "ascii")
     assert plain.isascii() and "?" not in plain and "|" in plain and "####" in plain and "...." in plain
-
-
-def test_identical_layers_are_named_as_a_range() -> None:
-    text = (GOLDEN / "plan_100.txt").read_text(encoding="utf-8")
-    assert "transformer.h 0-1,3-4 (x4)" in text and "transformer.h 5-7 (x3)" in text and "transformer.h.2 " in text
 
 
 # The verdict.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import planner
-from tests.runtimes.ranks import FEW_ROWS
+from tests.runtimes.rank.common import FEW_ROWS, LARGER
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
@@ -25,7 +25,7 @@ SCENARIOS = (
     "tensor_parallel,divided_experts,divided_sequence,fails_on_rank_0,fails_on_rank_1,"
     "fails_where_layers_are_shared,differs,wrong_order,1f1b,zero_bubble_v,documented,pipeline_errors,dies"
 )
-"""What ``ranks.py`` runs one after the other; a rank that dies comes last."""
+"""What ``tests.runtimes.rank`` runs one after the other; a rank that dies comes last."""
 
 MORE_PIPELINES = (
     "gpipe", "1f1b_without_outputs", "interleaved", "breadth_first", "zero_bubble",
@@ -63,7 +63,7 @@ def folder(runs: Folders) -> Path:
 
 def run_ranks(made: Path, scenarios: str, ranks: range = RANKS) -> Path:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests" / "runtimes" / "ranks.py"), scenarios, str(made)]
+    command = [sys.executable, "-m", "tests.runtimes.rank", scenarios, str(made)]
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(len(ranks))}
     processes, logs = [], [made / f"{rank}.log" for rank in ranks]
     for rank, log in zip(ranks, logs, strict=True):
@@ -113,12 +113,12 @@ def test_every_rank_has_the_same_plan_and_every_block_another(folder: Path, way:
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_the_first_gradient_comes_as_early_as_in_eager(folder: Path, way: str) -> None:
     for result in results(folder, way):
-        assert result["first"][0] <= 1.5 * result["eager_first"][0]  # shares of operations; times are beside them
+        assert result["first"][0] <= 1.5 * result["eager_first"][0]  # shares of operations
 
 
 def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
     for result in results(folder, "fsdp2"):
-        assert result["first"][2] == result["eager_first"][2] == 4  # one for each block
+        assert result["first"][1] == result["eager_first"][1] == 4  # one for each block
 
 
 def test_blocks_that_are_compiled_run_compiled_as_planned(folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(folder: Path) ->
     for result in results(folder, "sharded_first"):
         for types, found in result.items():
             check(found)
-            assert found["larger_equal"], types
+            assert found["larger_equal"] if types in LARGER else "larger_equal" not in found, types
             assert found["runtime"] == ("modules" if types in ("modules", "inside") else "regional")
 
 

@@ -175,7 +175,7 @@ def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pyt
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
     def planned(anomalies: bool) -> planner.Plan:
         with torch.autograd.set_detect_anomaly(anomalies):
-            return planner.plan(build(), data(), **grouped(budget="75%", runtime=runtime, time_limit_seconds=0.5))
+            return planner.plan(build(), data(), **grouped(budget="75%", runtime=runtime, compare=False))
 
     assert planned(True).budget_bytes == planned(False).budget_bytes
 
@@ -211,12 +211,6 @@ def test_state_goes_in_and_out(model: nn.Module) -> None:
     plan = planner.plan_of(model)
     model.load_state_dict(build().state_dict())
     assert check(model) is plan
-
-
-def test_a_wrapped_part_belongs_to_the_plan_of_the_whole() -> None:
-    model = build()
-    planner.auto_wrap(model.blocks[0], budget=planner.Budget(activations="100%"))
-    assert check(wrapped(model)).recomputations
 
 
 def test_wrapping_a_compiled_model_is_refused() -> None:

@@ -45,9 +45,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 
 def test_heads_are_planned_in_another_order() -> None:
     model, x = Heads(8), rows()
-    plan = planner.plan(
-        model, x, **grouped(activation_budget="25%", cost_model="roofline", deterministic=True, time_limit_seconds=0.5)
-    )
+    asked = {"activation_budget": "25%", "cost_model": "roofline", "deterministic": True, "time_limit_seconds": 0.5}
+    plan = planner.plan(model, x, **grouped(compare=False, **asked))
     assert plan.order
     read = planner.Plan.from_json(plan.to_json())
     assert read == replace(plan, operations=())

@@ -14,6 +14,7 @@ from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import PlanMismatchError, UsageError
+from tests.models import language_model
 from tests.runtimes.steps import wrap_and_hold
 from tests.runtimes.test_contract import IMAGES, TABLE, Normed, Shared, Twice
 
@@ -57,11 +58,7 @@ def test_blocks_are_the_outermost_repeated_members() -> None:
 
 
 def test_blocks_that_fill_a_cache_are_refused_with_the_way_out() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config).train()
+    model = language_model(num_hidden_layers=2).train()
     ids = torch.randint(64, (2, 8))
     with pytest.raises(UsageError, match=r"set model.config.use_cache = False .*, or take runtime='graph'"):
         planner.plan(model, {"input_ids": ids, "labels": ids}, budget="90%", runtime="regional")

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
         [(floats(rows, WIDTH),) for rows in (64, 48, 33, 57)],
     ),
     "attention": (
-        lambda: Stack(2, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention(causal=True))),
+        lambda: Stack(1, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention(causal=True))),
         [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (6, 11), (5, 19))],
     ),
     "convolutions": (

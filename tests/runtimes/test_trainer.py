@@ -20,6 +20,7 @@ from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.runtimes.graph import GraphRuntime
 from planner.zoo.modules import MiniGPT
+from tests.models import language_model
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers warn of is not ours
@@ -33,19 +34,8 @@ UNEVEN = 14
 
 def llama(seed: int = 0, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        attention_dropout=dropout,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    own = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2}
+    return language_model(num_hidden_layers=1, num_attention_heads=2, attention_dropout=dropout, **own)
 
 
 def with_lora(model: nn.Module) -> nn.Module:

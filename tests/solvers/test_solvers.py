@@ -106,8 +106,10 @@ def test_a_budget_below_the_proven_floor_is_infeasible(name: str) -> None:
     floor = minimum_peak(graph, costs)
     problem = Problem(graph=graph, costs=costs, budget_bytes=floor.proven_peak_bytes - 1)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        solvers.solve(problem, name, time_limit_seconds=5)
+        solvers.solve(problem, name, time_limit_seconds=0.5, deterministic=True)
     assert caught.value.minimum_feasible_peak_bytes >= floor.proven_peak_bytes + 1000
+    if name in ("ilp", "auto"):  # that no plan exists is told apart from that none was found
+        assert caught.value.is_proven and "no plan keeps" in str(caught.value)
     assert caught.value.operation in {operation.name for operation in graph.operations}
 
 
@@ -277,12 +279,3 @@ def test_the_bound_survives_where_no_plan_is_found(monkeypatch: pytest.MonkeyPat
         solvers.solve(problem_at(GPT, 0.5), "ilp", time_limit_seconds=2)
     assert caught.value.lower_bound_seconds > 0
     assert not caught.value.is_proven
-
-
-def test_that_no_plan_exists_is_told_apart_from_that_none_was_found() -> None:
-    graph, costs = GPT
-    problem = Problem(graph=graph, costs=costs, budget_bytes=minimum_peak(graph, costs).proven_peak_bytes - 1)
-    for name in ("ilp", "auto"):
-        with pytest.raises(InfeasibleBudgetError, match="no plan keeps") as caught:
-            solvers.solve(problem, name, time_limit_seconds=1, deterministic=True)
-        assert caught.value.is_proven

@@ -198,7 +198,7 @@ def test_every_layer_that_is_built_alike_is_chunked() -> None:
 
 def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_piece() -> None:
     model, inputs = Noisy(), rows(64)
-    plan = planner.plan(model, inputs, **grouped(budget="90%", chunk=4, time_limit_seconds=0.5))
+    plan = planner.plan(model, inputs, **grouped(budget="90%", chunk=4, compare=False))
     assert_as_promised(model, inputs, plan)
 
 

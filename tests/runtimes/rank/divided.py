@@ -1,8 +1,10 @@
-"""Models whose ranks exchange tokens while they run: attention over a divided sequence, and divided experts."""
+"""Scenarios in which ranks divide the work on a batch: layers, experts, and attention over a divided sequence."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+import planner
+from planner.common.options import grouped
+from planner.plans.module_choices import modules_of
+from tests.runtimes.rank import common
+from tests.runtimes.rank.common import IN_16_BITS, QUICK, RANKS, ROWS, data, fully_sharded, gradients, live, make, step
 
 WIDTH, HEADS, EXPERTS = 32, 2, 4
 
@@ -136,12 +144,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Four such blocks and a loss."""
+    """Such blocks and a loss."""
 
-    def __init__(self, part: Callable[[], nn.Module]) -> None:
+    def __init__(self, part: Callable[[], nn.Module], depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(part()) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(part()) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -151,7 +159,7 @@ class Model(nn.Module):
 
 def with_divided_experts(mesh: DeviceMesh) -> Model:
     """Make a model whose experts are divided over a mesh."""
-    model = Model(Routed)
+    model = Model(Routed, 4)
     for block in model.blocks:
         parallelize_module(block.part.experts, mesh, DividedExperts())
     return model
@@ -160,3 +168,86 @@ def with_divided_experts(mesh: DeviceMesh) -> Model:
 def tokens(seed: int) -> torch.Tensor:
     """Return one rank's inputs."""
     return torch.randn(4, 128, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def tensor_parallel(_rank: int) -> dict[str, Any]:
+    """Plan a parallel model at its first step, and hold it against the same without a plan."""
+    graph = common.refused(
+        lambda: step(planner.auto_wrap(common.parallel(make(2)), budget="75%", runtime="graph"), data(0))
+    )
+    return common.beside_plain(lambda: common.parallel(make(2)), data(0), ROWS) | {"refused": graph}
+
+
+def two_meshes(_rank: int) -> dict[str, Any]:
+    """Shard over two of four ranks a model whose layers the other two share, and one of which they have copies."""
+    layers = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("shard", "layers"))
+    copies = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("copy", "shard"))
+
+    def with_shared_layers() -> nn.Module:
+        model = make(2)
+        for block in model.blocks:
+            parallelize_module(block, layers["layers"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
+        return fully_sharded(model, mesh=layers["shard"])
+
+    rows = ROWS - 100 * layers.get_local_rank("shard")
+    return {
+        "layers": common.beside_plain(with_shared_layers, data(layers.get_local_rank("shard")), rows),
+        "copies": common.beside_plain(
+            lambda: fully_sharded(make(2), mesh=copies, mp_policy=IN_16_BITS),
+            data(copies.get_local_rank("shard")),
+            rows,
+        ),
+    }
+
+
+def divided_experts(rank: int) -> dict[str, Any]:
+    """Train a model whose experts are divided, and whose ranks therefore have other sizes; also with other batches."""
+    mesh, small = init_device_mesh("cpu", (RANKS,)), {**QUICK, "activation_budget": "50%"}
+    alone, x = with_divided_experts(mesh), tokens(rank)
+    others = live()
+    others.pop(x.untyped_storage().data_ptr())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        peak, running = common.peak_of(
+            lambda: planner.auto_wrap(with_divided_experts(mesh), **grouped(**small)), x, others
+        )
+        plan = planner.plan_of(running)
+        equal = []
+        for seed in (rank, 2 + rank, 4 + rank, 6 + rank):
+            step(running, tokens(seed)), step(alone, tokens(seed))
+            equal.append(common.same(gradients(running), gradients(alone)))
+    tight = with_divided_experts(mesh)
+    budget = {**QUICK, "activation_budget": "1%" if rank else "75%"}
+    return common.reported(plan, {}, {}, peak) | {
+        "equal": all(equal),
+        "modules": modules_of(plan),
+        "said": [str(one.message) for one in said],
+        "tight": common.refused(lambda: step(planner.auto_wrap(tight, **grouped(**budget)), x)),
+    }
+
+
+def divided_sequence(rank: int) -> dict[str, Any]:
+    """Train a model whose attention exchanges tokens, by functional collectives and by others."""
+    small = {**QUICK, "activation_budget": "85%"}
+
+    def found(exchange: Callable[[torch.Tensor], torch.Tensor], runtime: str) -> dict[str, Any]:
+        made, x = partial(Model, partial(DividedAttention, exchange)), tokens(rank)
+        alone, others = made(), live()
+        others.pop(x.untyped_storage().data_ptr())
+        step(alone, x)
+        peak, running = common.peak_of(
+            lambda: planner.auto_wrap(made(), **grouped(runtime=runtime, **small)), x, others
+        )
+        plan = planner.plan_of(running)
+        again = [key for keys in plan.recomputations.values() for key in keys]
+        exchanges = [key for key in again if "all_to_all" in key or "c10d" in key]
+        modules = modules_of(plan) if runtime == "modules" else ()
+        return common.reported(plan, gradients(running), gradients(alone), peak, exchanges=exchanges, modules=modules)
+
+    own = Exchange.apply
+    return {
+        "functional, graph": found(exchanged, "graph"),
+        "functional, modules": found(exchanged, "modules"),
+        "in place, regional": found(own, "regional"),
+        "in place, parts": found(own, "parts"),
+    }

@@ -1,0 +1,45 @@
+"""Runs scenarios one after the other, each the function of its name, on one rank: see ``test_distributed.py``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections import ChainMap
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.runtimes.rank import data_parallel, divided, pipelines
+
+SCENARIOS = ChainMap(*map(vars, (data_parallel, divided, pipelines)))
+
+
+def run(name: str, rank: int) -> Any:
+    if name in pipelines.SCHEDULES:
+        kind, budget, options = pipelines.SCHEDULES[name]
+        return pipelines.pipeline(rank, kind, budget, **options)
+    return SCENARIOS[name](rank)
+
+
+def main() -> None:
+    names, folder = sys.argv[1].split(","), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    torch._dynamo.config.run_gc_after_compile = False
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
+    for name in names:
+        gc.collect()
+        gc.freeze()  # what is imported, and what earlier ones left: each of the many collections to come would walk it
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(run(name, rank)), encoding="utf-8")
+    if dist.is_initialized() and "dies" not in names:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
