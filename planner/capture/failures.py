@@ -56,7 +56,10 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             problem = _NOT_ONE_GRAPH
             if unit := sharded_inside(model):
                 reason = f"{unit} is sharded by itself, inside of a block: runtime='modules' plans such a model"
-            elif culprit := _CULPRIT.search(str(error)):
+            elif (culprit := _CULPRIT.search(str(error))) and culprit["name"].startswith("Random."):
+                # Dynamo would draw it in another precision, so it may not: see dynamo_settings.
+                reason = f"it computes with a number that it draws from Python's random state ({culprit['name']})"
+            elif culprit:
                 reason += f": {culprit['name']}"
         raise _explained(problem, model, reason, error) from error
 

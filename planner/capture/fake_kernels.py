@@ -6,7 +6,8 @@ follows may then copy, and that would go unseen; or it would be traced as a view
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
 
 Statistics of norms of 16 bits with weights of 32 have 32 bits on a CPU, and 16 in traces; on CUDA they have 32, though
-traced on a CPU. Dropout is traced with the bits of eager.
+traced on a CPU. Dropout is traced with the bits of eager. Products of tensors of different
+types are refused by kernels, and not by fake tensors.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ from planner.capture.trees import leaf_tensors, tensors_in
 
 aten = torch.ops.aten
 
+_OF_ONE_TYPE = {
+    aten.addbmm.default,
+    aten.addmm.default,
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.mm.default,
+    aten.mv.default,
+}
+"""Operators that take tensors of one element, whatever the number of dimensions."""
+
 
 @contextmanager
 def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
@@ -48,8 +59,30 @@ def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kernel_types() -> Iterator[None]:
+    """Let fake tensors refuse the element types that kernels refuse, while a call is captured."""
+
+    def run(function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
+        _refuse_types(function, args, kwargs)
+        return go_on()
+
+    with fake_calls_by(run):
+        yield
+
+
+def _refuse_types(function: Any, args: Any, kwargs: Any) -> None:
+    """Raise what a call's kernel raises for mixed element types: it is called on one element of each tensor."""
+    if function not in _OF_ONE_TYPE:
+        return
+    if len({tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()}) > 1:
+        with outside_tracing(), torch.no_grad():
+            function(*pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros((1,) * t.dim(), dtype=t.dtype), args))
+
+
 def kernel_result(function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
     """Run a call on fake tensors; return its result with the types and strides of the operator's kernel."""
+    _refuse_types(function, args, kwargs)
     result = run()
     if (rule := _TYPES.get(function)) is not None:
         result = rule(function, args, kwargs, result)

@@ -27,7 +27,7 @@ from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of
-from planner.capture.fake_kernels import eager_results
+from planner.capture.fake_kernels import eager_results, kernel_types
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
@@ -222,8 +222,8 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quiet = nothing_beside()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, _at_work(work):
+        quiet, typed = nothing_beside(), kernel_types()
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, typed, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:

@@ -26,6 +26,7 @@ from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
+from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
 from planner.measure.costing import Costing
 from planner.measure.devices import device_spec
@@ -221,11 +222,16 @@ class _Recorded:
         model, options, trace = self.model, self.options, self.trace
         step = lower_eager(trace, model, self.tensors, context_of(model, self.spec, self.around, options))
         costing = cost(model, step.lowered, self.spec, options)
+        free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
+        costs = [
+            free if node is None else cost
+            for node, cost in zip(step.lowered.operation_nodes, costing.costs, strict=True)
+        ]
         return Study(
             graph=step.lowered.graph,
             costs=tuple(
                 replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
-                for index, cost in enumerate(costing.costs)
+                for index, cost in enumerate(costs)
             ),
             origin=self._origin(step.lowered, costing),
             static_memory=self.around,

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner.analysis.trade_off.answers import methods_beside
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.common.options import Offload, Search, grouped
+from planner.common.options import Search, grouped
 from planner.errors import UsageError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.simulator import simulate
@@ -70,5 +70,3 @@ def test_no_module_waits_in_the_hosts_memory() -> None:
     ):
         with pytest.raises(UsageError, match=DOES_NOT_OFFLOAD):
             asked()
-    with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
-        step.plan(budget="60%", offload=Offload(lossy=True))

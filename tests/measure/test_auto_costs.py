@@ -91,7 +91,7 @@ def test_what_there_is_no_time_for_costs_what_its_first_run_took(folder: Path, m
     monkeypatch.setattr(profiling, "_time", None)
     step = study()
     assert step.origin.cost_model == "measured"
-    tried = {signature: one.seconds for (*_, signature, _called), one in workspace._known.items()}
+    tried = {signature: one.seconds for (*_, signature), one in workspace._known.items()}
     for operation, cost in zip(step.graph.operations, step.costs, strict=True):
         if operation.signature and not operation.then:
             assert cost.seconds == tried[operation.signature]

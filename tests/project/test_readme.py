@@ -108,7 +108,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert VERDICT.fullmatch(report.splitlines()[0])
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
-        "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit", "what-if",
+        "plan", "check", "profile", "calibrate", "verify", "models", "explain", "audit", "what-if",
         "export", "strategies", "pipeline",
     }  # fmt: skip
     for arguments in shown:
@@ -125,8 +125,6 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert output.out.startswith("blocks.0 keeps ")
         elif arguments[0] == "audit":
             assert re.match(r"you pay \+[\d.]+%.*; it (fits|does not fit) 3\.00 GiB", output.out.splitlines()[0])
-        elif arguments[0] == "diff":
-            assert output.out.startswith(("B peaks ", "B does what A does"))
         elif arguments[0] == "check":
             assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
         elif arguments[0] == "what-if":
