@@ -67,7 +67,7 @@ CULPRITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     ),
     "a choice of Python's": (
         lambda x: x * random.choice([1.0, 2.0]),
-        r"marked as skipped: Random.choice \(at .*test_isolation.py:\d+\)",
+        r"draws from Python's random state \(Random.choice\) \(at .*test_isolation.py:\d+\)",
     ),
     "a print": (lambda x: print("") or x, r"builtin operator: print \(at .*test_isolation.py:\d+\)"),
 }
