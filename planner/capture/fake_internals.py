@@ -17,12 +17,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from planner.capture.torch_internals import in_memory
 
 
-def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
-    """Return what must hold of sizes for what was traced in a mode to be what runs there, in symbols."""
-    shapes = mode.shape_env
-    return [] if shapes is None else [shapes.replace(guard.expr) for guard in shapes.guards]
-
-
 def python_code(expression: Any) -> str:
     """Return an expression in symbols of sizes as Python has it."""
     code: str = PythonPrinter().doprint(expression)

@@ -6,8 +6,8 @@ follows may then copy, and that would go unseen; or it would be traced as a view
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
 
 Statistics of norms of 16 bits with weights of 32 have 32 bits on a CPU, and 16 in traces; on CUDA they have 32, though
-traced on a CPU. Dropout is traced with the bits of eager. Products of tensors of different
-types are refused by kernels, and not by fake tensors.
+traced on a CPU. Dropout is traced with the bits of eager. Products of tensors of different types are refused by
+kernels, and not by fake tensors.
 """
 
 from __future__ import annotations

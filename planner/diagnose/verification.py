@@ -33,9 +33,6 @@ NOISE = 4.0
 """Tolerance in multiples of the distance of two steps without the plan, where kernels are not deterministic. That
 distance is of one pair of steps; another pair may well be further apart."""
 
-_NOWHERE_NEAR = 1e9
-"""An error in place of one that is no number: JSON has none such."""
-
 _ANY_BYTES = 2**60
 """A budget that is never exceeded."""
 

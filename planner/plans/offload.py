@@ -39,7 +39,7 @@ class OffloadedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedModule:
-    """A module that sends what it saves, under the runtime ``"modules"``.
+    """A module that sent what it saved, in an older plan file for the runtime ``"modules"``.
 
     ``tensors`` counts those that its call saves; if the plan checkpoints the module, those that are its arguments.
     They leave the device at the end of the call of module ``leaves_with``, and the backward fetches them with the first
@@ -57,8 +57,8 @@ class Offloading:
     """What a plan offloads, what that takes of the host's memory, and what it may take.
 
     Times stand on a rate of the link each way: that of all transfers, and the stall that does not hide behind
-    computing. Under the runtime ``"modules"`` there are the
-    modules that send the values, and the size below which values stay, 0 if no module sends any.
+    computing. ``modules`` and ``least_bytes`` are of older plan files, for the runtime ``"modules"``: which modules
+    sent what they saved, and the size below which values stayed. Such plans are read, and not run.
     """
 
     values: tuple[OffloadedValue, ...]

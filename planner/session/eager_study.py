@@ -224,8 +224,7 @@ class _Recorded:
         costing = cost(model, step.lowered, self.spec, options)
         free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
         costs = [
-            free if node is None else cost
-            for node, cost in zip(step.lowered.operation_nodes, costing.costs, strict=True)
+            free if node is None else own for node, own in zip(step.lowered.operation_nodes, costing.costs, strict=True)
         ]
         return Study(
             graph=step.lowered.graph,

@@ -6,7 +6,6 @@ add one. A solver only proposes: :func:`solve` holds each claim against the simu
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -191,14 +190,23 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     floor = minimum_peak(problem.graph, problem.costs)
     incumbent = Incumbent(problem)
     incumbent.raise_bound(error.lower_bound_seconds)
-    for known in (floor.schedule, error.lowest):
-        if known is not None:
-            incumbent.see(known)
+    for schedule in (floor.schedule, error.lowest):
+        if schedule is not None:
+            incumbent.see(schedule)
     if problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven:
         return incumbent.infeasible(proven=True)
-    verdict = re.sub(r" \d+ bytes$", "", str(error).partition(";")[0])
-    lower = incumbent.infeasible(what=verdict, proven=error.is_proven)
-    return lower if lower.minimum_feasible_peak_bytes < error.minimum_feasible_peak_bytes else error
+    known = incumbent.infeasible(proven=error.is_proven)
+    if known.minimum_feasible_peak_bytes >= error.minimum_feasible_peak_bytes:
+        return error
+    verdict = str(error).partition(";")[0]
+    return InfeasibleBudgetError(
+        f"{verdict}; a plan is known for {known.minimum_feasible_peak_bytes} bytes, at {known.operation}",
+        minimum_feasible_peak_bytes=known.minimum_feasible_peak_bytes,
+        operation=known.operation,
+        is_proven=error.is_proven,
+        lower_bound_seconds=error.lower_bound_seconds,
+        lowest=known.lowest,
+    )
 
 
 def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
