@@ -46,7 +46,7 @@ from planner.zoo import ZooModel
 
 MODELS = (
     "minigpt,gpt2,bert-large,vit-b16,resnet50,resnet152,llama-grouped,minimind-26m,mixtral-small,t5-base,"
-    "unet,diffusion-unet"
+    "convnext-tiny,unet,diffusion-unet"
 )
 NO_LIMIT = 1 << 50
 """A budget that nothing breaks."""

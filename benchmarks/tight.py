@@ -151,7 +151,7 @@ MODELS: dict[str, Callable[[], ZooModel]] = {
     **{
         name: partial(zoo.build, name)
         for name in (
-            "vit-b16", "resnet50", "unet", "diffusion-unet", "gpt2",
+            "vit-b16", "resnet50", "unet", "diffusion-unet", "convnext-tiny", "whisper-small-encoder", "gpt2",
             "bert-large", "gpt2-774m", "t5-base",
         )
     },

@@ -53,7 +53,7 @@ def describe(name: str) -> str:
     """
     entry = _entry(name)
     sizes = entry.sizes
-    extent = f"{sizes.seq_len} tokens" if sizes.seq_len else f"images of {sizes.image_size}"
+    extent = f"{sizes.seq_len} {entry.length_name}" if sizes.seq_len else f"images of {sizes.image_size}"
     return f"{entry.description}; batch {sizes.batch_size}, {extent}, {sizes.layers} {entry.layer_name}, {sizes.dtype}"
 
 

@@ -35,6 +35,8 @@ class Entry:
     """Is told the ``sizes``."""
     layer_name: str = "layers"
     """What ``sizes.layers`` counts."""
+    length_name: str = "tokens"
+    """What ``sizes.seq_len`` counts."""
     inputs: str = ""
     """Which of :data:`INPUTS` a step is called with; by default tokens or images."""
 
@@ -57,6 +59,7 @@ INPUTS: dict[str, dict[str, tuple[str | int, ...]]] = {
     "images": {"pixel_values": _IMAGES, "labels": ("batch", "index")},
     "pixels": {"pixel_values": _IMAGES, "labels": ("batch", "side", "side", "index")},
     "noise": {"pixel_values": _IMAGES, "timesteps": ("batch", "index"), "labels": _IMAGES},
+    "sound": {"input_features": ("batch", 80, "length", "normal"), "labels": ("batch", "index")},
 }
 """Extents of each input, and whether it is drawn from a normal distribution or is an index of a class or token."""
 
@@ -110,6 +113,14 @@ ZOO = {
     "diffusion-unet": Entry("Denoising diffusion U-Net with attention and dropout, 36M parameters",
                             Sizes(32, 2, image_size=32), partial(_unet, "DiffusionUNet", 1000),
                             "residual blocks a level", inputs="noise"),
+    "convnext-tiny": Entry("ConvNeXt tiny with stochastic depth (transformers), 28.6M parameters",
+                           Sizes(32, 9, image_size=224),
+                           partial(hf.convnext, 3, 3, 9, 3, widths=(96, 192, 384, 768), drop_path=0.1), _BLOCKS),
+    "convnext-base": Entry("ConvNeXt base with stochastic depth (transformers), 88.6M parameters",
+                           Sizes(32, 27, image_size=224),
+                           partial(hf.convnext, 3, 3, 27, 3, widths=(128, 256, 512, 1024), drop_path=0.5), _BLOCKS),
+    "whisper-small-encoder": Entry("Encoder of Whisper small, language identification (transformers), 88M parameters",
+                                   Sizes(8, 12, 3000), hf.whisper_encoder, length_name="mel frames", inputs="sound"),
     "mixtral-1b": Entry("Mixtral of a quarter of its width, two of eight experts (transformers), 1.15B parameters",
                         Sizes(4, 12, 1024, dtype="bfloat16"), hf.mixtral),
     "qwen3-0.6b": Entry("Qwen3 0.6B (transformers), 596M parameters", Sizes(4, 28, 1024),

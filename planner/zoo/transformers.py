@@ -6,11 +6,13 @@ the first call, no warning on the way, experts that see what they were chosen fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from planner.errors import UsageError
 
@@ -122,6 +124,50 @@ def resnet(*depths: int, sizes: Sizes) -> Made:
     """Make a ResNet with so many blocks in each stage."""
     blocks = [min(depth, sizes.layers) for depth in depths]
     return _image_classifier("ResNet", depths=blocks, layer_type="bottleneck")
+
+
+def convnext(*depths: int, sizes: Sizes, widths: tuple[int, ...], drop_path: float) -> Made:
+    """Make a ConvNeXt with so many blocks in each stage; each block is skipped at random."""
+    if not sizes.image_size or sizes.image_size < 32:
+        raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
+    blocks = [min(depth, sizes.layers) for depth in depths]
+    # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
+    rates = _Numbers([0.0] * sum(blocks))
+    with patch("torch.linspace", lambda *_, **__: rates):
+        model, classes = _image_classifier("ConvNext", depths=blocks, hidden_sizes=widths)
+    skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
+    layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
+    for index, layer in enumerate(layers):
+        layer.drop_path = skip(drop_path * index / max(1, len(layers) - 1))
+    return model, classes
+
+
+class _Numbers(list[float]):
+    """Passes for a tensor that is split and read."""
+
+    def split(self, counts: Sequence[int]) -> list[_Numbers]:
+        ends = list(accumulate(counts))
+        return [_Numbers(self[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+    def tolist(self) -> list[float]:
+        return list(self)
+
+
+def whisper_encoder(sizes: Sizes) -> Made:
+    """Make the encoder of Whisper small with a head that tells 99 languages apart."""
+    hf = _transformers()
+    if sizes.seq_len is None or sizes.seq_len % 2:
+        raise UsageError(f"whisper-small-encoder halves its input: {sizes.seq_len} mel frames are not even")
+    config = hf.WhisperConfig(
+        d_model=768,
+        encoder_layers=sizes.layers,
+        encoder_attention_heads=12,
+        encoder_ffn_dim=3072,
+        max_source_positions=sizes.seq_len // 2,
+        num_labels=99,
+        attn_implementation="sdpa",
+    )
+    return hf.WhisperForAudioClassification(config), 99
 
 
 def _transformers() -> ModuleType:

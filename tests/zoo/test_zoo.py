@@ -30,6 +30,9 @@ SMALL = {
     "t5-base": {"seq_len": 16},
     "unet": {"image_size": 32},
     "diffusion-unet": {"image_size": 16},
+    "convnext-tiny": {"image_size": 32},
+    "convnext-base": {"image_size": 32},
+    "whisper-small-encoder": {"seq_len": 32},
     "mixtral-1b": {"seq_len": 16},
     "qwen3-0.6b": {"seq_len": 16},
     "gemma3-1b": {"seq_len": 16},
@@ -44,10 +47,12 @@ REAL = (
     "t5-base",
     "unet",
     "diffusion-unet",
+    "convnext-tiny",
+    "whisper-small-encoder",
 )
 """One of each family that a test can afford; a LLaMA with one layer still takes gigabytes."""
 
-LARGER = ("minimind-104m", "gpt2-774m", "resnet152")
+LARGER = ("minimind-104m", "gpt2-774m", "resnet152", "convnext-base")
 """What differs from another model of the zoo in sizes alone, so that the other's graph is like it."""
 
 
@@ -205,6 +210,8 @@ def test_every_sixth_layer_of_gemma_sees_all_tokens():
         ("gpt2", {"layers": 1.5}, "layers of model 'gpt2'"),
         ("gpt2", {"dtype": "int8"}, "choose one of float32"),
         ("vit-b16", {"image_size": 100}, "multiple"),
+        ("convnext-tiny", {"image_size": 16}, "too small"),
+        ("whisper-small-encoder", {"seq_len": 31}, "not even"),
     ],
 )
 def test_what_cannot_be_built_says_why(name, options, message):
