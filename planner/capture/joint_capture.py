@@ -84,7 +84,7 @@ def run_without_data(model: nn.Module, inputs: Inputs) -> Iterator[tuple[FakeTen
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
     fakes = inputs.map_tensors(fake)
-    with put_back(model), parts_as_written(model), mode:
+    with put_back(model, inputs), parts_as_written(model), mode:
         with torch.enable_grad(), other_state(model, {name: fake(tensor) for name, tensor in state.items()}):
             outputs = call_implementation(model)(*fakes.args, **fakes.kwargs)
         yield mode, outputs, (fakes.args, fakes.kwargs, list(state.values()))

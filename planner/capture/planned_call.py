@@ -105,7 +105,8 @@ def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return
     own_call = functools.partial(call_implementation(module), *args, **kwargs)
     try:
-        with put_back(module), written_back([*module.parameters(), *tensors_in((args, kwargs))]), torch.no_grad():
+        given = (args, kwargs)
+        with put_back(module, given), written_back([*module.parameters(), *tensors_in(given)]), torch.no_grad():
             own_call()
         return
     except Exception:

@@ -1,4 +1,4 @@
-"""Restore a program after a recorded step: gradients, buffers, attributes, caches and random states.
+"""Restore a program after a recorded step: gradients, buffers, attributes, batches, caches and random states.
 
 A recording without data leaves tensors without data wherever the model keeps something from one call to the next: a
 real step would then run on them, and everything that it makes would have no data either.
@@ -29,7 +29,7 @@ _LINK = "_lru_list_elem"
 """What such a cache with a size keeps each of its entries in."""
 
 _OWN = __name__.partition(".")[0]
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = (OrderedDict, dict, list, set)
 _ABSENT = object()
 
 _STEPS_FROM_MODULES, _STEPS_FROM_GLOBALS = 4, 1
@@ -37,9 +37,9 @@ _STEPS_FROM_MODULES, _STEPS_FROM_GLOBALS = 4, 1
 
 
 @contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """Undo what a step does to a model and to what it refers to: see the module."""
-    kept = [(holder, type(holder)(holder)) for holder in _containers(model)]
+def put_back(model: nn.Module, given: Any = ()) -> Iterator[None]:
+    """Undo what a step does to a model, to what it is given, and to what these refer to: see the module."""
+    kept = [(holder, kind, kind(holder)) for holder, kind in _containers(model, given)]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter in model.parameters():
@@ -48,8 +48,8 @@ def put_back(model: nn.Module) -> Iterator[None]:
         with random_states_kept():
             yield
     finally:
-        for holder, before in kept:
-            _restore(holder, before)
+        for holder, kind, before in kept:
+            _restore(holder, kind, before)
         _clear_caches(model)
         with torch.no_grad():
             for buffer, before in buffers:
@@ -61,7 +61,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 def written_by(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
     """Return the parameters and inputs that a call without gradients writes into, as they were and are again."""
-    with put_back(model), written_back([*model.parameters(), *inputs.tensors()]) as written, torch.no_grad():
+    with put_back(model, inputs), written_back([*model.parameters(), *inputs.tensors()]) as written, torch.no_grad():
         call_implementation(model)(*inputs.args, **inputs.kwargs)
     return [tensor for tensor, _ in written]
 
@@ -104,26 +104,31 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
 
-def _containers(model: nn.Module) -> list[Any]:
-    """Return the attributes, lists, dicts and sets that a model keeps things in, and those of its code's globals.
+def _containers(model: nn.Module, given: Any) -> list[tuple[Any, Any]]:
+    """Return the attributes, lists, dicts and sets in which a model, its code's globals and a batch keep things.
 
-    A program's data may be reached from both, so a model's are followed for a few steps, and globals for one. Hooks are
-    among a model's attributes, and keep things in what their functions refer to.
+    Each comes with the class of Python's that it is, or derives from. A program's data may be reached from both, so a
+    model's are followed for a few steps, and globals for one. Hooks are among a model's attributes, and keep things in
+    what their functions refer to. A forward may write into a batch that torch does not know as a container, and return
+    it: what it wrote while it was recorded has no data.
     """
-    found: dict[int, Any] = {}
-    ahead: list[tuple[Any, int]] = [(module, _STEPS_FROM_MODULES) for module in model.modules()]
+    found: dict[int, tuple[Any, Any]] = {}
+    ahead: list[tuple[Any, int]] = [(module, _STEPS_FROM_MODULES) for module in (*model.modules(), given)]
     ahead += [(names, _STEPS_FROM_GLOBALS) for names in _globals({type(module) for module in model.modules()})]
     while ahead:
         at, steps = ahead.pop()
+        inside: list[Any] = []
         if isinstance(at, (FunctionType, MethodType)):
-            ahead += [(one, steps - 1) for one in _referred_to(at) if steps and _may_hold(one)]
-            continue
-        holder: Any = at if type(at) in _CONTAINERS else getattr(at, "__dict__", None)
-        if type(holder) in _CONTAINERS and id(holder) not in found:
-            found[id(holder)] = holder
-            if steps:
-                inside = holder.values() if isinstance(holder, dict) else holder
-                ahead += [(one, steps - 1) for one in inside if _may_hold(one)]
+            inside = _referred_to(at)
+        elif isinstance(at, tuple):
+            inside = list(at)
+        holders: list[Any] = [at, getattr(at, "__dict__", None)]
+        for holder in holders:
+            kind: Any = next((kind for kind in _CONTAINERS if isinstance(holder, kind)), None)
+            if kind is not None and id(holder) not in found:
+                found[id(holder)] = (holder, kind)
+                inside += kind.values(holder) if issubclass(kind, dict) else holder
+        ahead += [(one, steps - 1) for one in inside if steps and _may_hold(one)]
     return list(found.values())
 
 
@@ -146,21 +151,25 @@ def _may_hold(one: Any) -> bool:
     return not is_plain and type(one).__module__.partition(".")[0] != _OWN
 
 
-def _restore(holder: Any, before: Any) -> None:
-    if isinstance(holder, list):
+def _restore(holder: Any, kind: Any, before: Any) -> None:
+    """Give a container the items that it had, by its base class: ``ModelOutput`` refuses deletions, say."""
+    if kind is list:
         if len(holder) != len(before) or any(a is not b for a, b in zip(holder, before, strict=True)):
             holder[:] = before
-    elif isinstance(holder, set):
+    elif kind is set:
         if holder != before:
             holder.clear()
             holder.update(before)
     else:
-        for key in [key for key in holder if key not in before]:
-            del holder[key]
-        holder.update((key, value) for key, value in before.items() if holder.get(key, _ABSENT) is not value)
-        if list(holder) != list(before):  # hooks run in their order
-            holder.clear()
-            holder.update(before)
+        for key in [key for key in kind.keys(holder) if key not in before]:
+            kind.__delitem__(holder, key)
+        now = dict(kind.items(holder))
+        for key, value in before.items():
+            if now.get(key, _ABSENT) is not value:
+                kind.__setitem__(holder, key, value)
+        if list(kind.keys(holder)) != list(before):  # hooks run in their order
+            kind.clear(holder)
+            kind.update(holder, before)
 
 
 def _clear_caches(model: nn.Module) -> None:

@@ -122,7 +122,7 @@ def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: A
         if is_fake(model):
             raise _failed(error) from error
     try:
-        with put_back(model), written_back([*model.parameters(), *inputs.tensors()]):
+        with put_back(model, inputs), written_back([*model.parameters(), *inputs.tensors()]):
             # What the model saves waits on the host: without a plan it may not fit the device.
             with torch.enable_grad(), torch.autograd.graph.save_on_cpu():
                 outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+from collections import UserDict
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -192,3 +194,38 @@ def test_weights_that_a_step_with_data_gives_other_memory_have_their_own_again(r
     )
     for parameter, (at, then) in zip(model.parameters(), before, strict=True):
         assert parameter.data_ptr() == at and torch.equal(parameter, then)
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Torch takes a dict of one's own for a leaf."""
+
+
+class Filling(nn.Module):
+    """Writes into the batch and returns it, as frameworks for graphs and for images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+
+    def forward(self, batch: Any) -> Any:
+        for layer in self.layers:
+            batch["x"] = batch["x"] + layer(batch["x"])
+        batch["loss"] = batch["x"].square().mean()
+        return batch
+
+
+@pytest.mark.parametrize("runtime", ["auto", "modules", "graph"])
+@pytest.mark.parametrize("kind", [Batch, UserDict])
+def test_a_batch_that_is_written_into(kind: type, runtime: str) -> None:
+    """What a recording without data wrote into it once went on to the loop: its gradients had no data."""
+    model, x = Filling(), torch.randn(64, 8)
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, budget=planner.Budget(activations="80%"), runtime=runtime)
+    for one in (plain, model):
+        batch = kind({"x": x})
+        one(batch)["loss"].backward()
+        assert list(batch) == ["x", "loss"]
+    assert type(batch["x"]) is torch.Tensor
+    for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(ours.grad) is torch.Tensor
+        assert torch.equal(ours.grad, eager.grad)

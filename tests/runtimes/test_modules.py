@@ -621,3 +621,34 @@ def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
 
     measured()  # from now on the profiler knows how large the memory is that a step gives up
     assert measured() <= plan.peak_bytes - plan.total_static_bytes  # as if that was not given up
+
+
+def _ends_in_noise() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH), nn.RReLU())
+
+
+@pytest.mark.parametrize("runtime", ["modules", "parts", "regional", "graph"])
+def test_saved_before_it_is_filled(runtime: str) -> None:
+    """RReLU saves its noise and then draws it: torch's second run of a module would end in between."""
+    wide = [perceptron(WIDTH, hidden=8 * WIDTH) for _ in range(2)]
+    model, x = nn.Sequential(*(_ends_in_noise() for _ in range(3)), *wide), rows()
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, budget=planner.Budget(activations="85%"), runtime=runtime, loss_fn=mean_square)
+    assert_same(train(plain, x, mean_square), train(model, x, mean_square))
+    _, regions = problem_of(nn.Sequential(_ends_in_noise(), nn.Sequential(_ends_in_noise(), nn.Tanh())), rows())
+    assert {region.module for region in regions}.isdisjoint({"0", "1.0"})
+
+
+def test_no_other_operator_fills_what_it_was_given_to_save() -> None:
+    """Of torch's operators that are not in place, these alone write into an argument: the rest are statistics."""
+    written = {
+        f"{schema.name}: {argument.name}"
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::") and str(schema.returns[0].type if schema.returns else "") == "Tensor"
+        if not schema.name.endswith("_") and not any(a.is_out for a in schema.arguments)
+        for argument in schema.arguments[1:]
+        if argument.alias_info is not None and argument.alias_info.is_write and str(argument.type) == "Tensor"
+    }
+    statistics = ("running_m", "running_v", "scale", "zero_point")
+    others = {name for name in written if not name.split(": ")[1].startswith((*statistics, "out"))}
+    assert others == {"aten::rrelu_with_noise: noise"}  # "out" is written to without gradients

@@ -400,7 +400,7 @@ class Step:
     ) -> Iterator[None]:
         """Let the model's code run on fake tensors, parameters and buffers among them; ``replacing`` stand in."""
         with (
-            put_back(self.model),
+            put_back(self.model, self.inputs),
             parts_as_written(self.model),
             forwards(replacing),
             recorder.modules() if recorder else nullcontext(),

@@ -114,7 +114,7 @@ class _Recording:
         with nullcontext() if real else mode:
             recorder = Recorder(mode, EngineSums(known[0].device))
         masking = masking_of(model, inputs)
-        with put_back(model), without_logs_of_errors(), parts_run_as_they_are(), ExitStack() as following:
+        with put_back(model, inputs), without_logs_of_errors(), parts_run_as_they_are(), ExitStack() as following:
             self._follow_calls(recorder, following)
             recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
             if real:
