@@ -39,7 +39,7 @@ _STEPS_FROM_MODULES, _STEPS_FROM_GLOBALS = 4, 1
 @contextmanager
 def put_back(model: nn.Module, given: Any = ()) -> Iterator[None]:
     """Undo what a step does to a model, to what it is given, and to what these refer to: see the module."""
-    kept = [(holder, kind, kind(holder)) for holder, kind in _containers(model, given)]
+    kept = [(holder, kind, _copy(holder, kind)) for holder, kind in _containers(model, given)]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter in model.parameters():
@@ -127,7 +127,7 @@ def _containers(model: nn.Module, given: Any) -> list[tuple[Any, Any]]:
             kind: Any = next((kind for kind in _CONTAINERS if isinstance(holder, kind)), None)
             if kind is not None and id(holder) not in found:
                 found[id(holder)] = (holder, kind)
-                inside += kind.values(holder) if issubclass(kind, dict) else holder
+                inside += kind.values(holder) if issubclass(kind, dict) else kind.__iter__(holder)
         ahead += [(one, steps - 1) for one in inside if steps and _may_hold(one)]
     return list(found.values())
 
@@ -151,6 +151,11 @@ def _may_hold(one: Any) -> bool:
     return not is_plain and type(one).__module__.partition(".")[0] != _OWN
 
 
+def _copy(holder: Any, kind: Any) -> Any:
+    """Return the items of a container, by its base class: transformers' ``ACT2FN`` makes what it is asked for."""
+    return dict(kind.items(holder)) if issubclass(kind, dict) else kind(kind.__iter__(holder))
+
+
 def _restore(holder: Any, kind: Any, before: Any) -> None:
     """Give a container the items that it had, by its base class: ``ModelOutput`` refuses deletions, say."""
     if kind is list:
@@ -169,7 +174,8 @@ def _restore(holder: Any, kind: Any, before: Any) -> None:
                 kind.__setitem__(holder, key, value)
         if list(kind.keys(holder)) != list(before):  # hooks run in their order
             kind.clear(holder)
-            kind.update(holder, before)
+            for key, value in before.items():
+                kind.__setitem__(holder, key, value)
 
 
 def _clear_caches(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -200,6 +200,16 @@ class Batch(dict[str, torch.Tensor]):
     """Torch takes a dict of one's own for a leaf."""
 
 
+class Making(OrderedDict[str, type]):
+    """Makes what it is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+MADE = Making(relu=nn.ReLU)
+
+
 class Filling(nn.Module):
     """Writes into the batch and returns it, as frameworks for graphs and for images do."""
 
@@ -229,3 +239,4 @@ def test_a_batch_that_is_written_into(kind: type, runtime: str) -> None:
     for ours, eager in zip(model.parameters(), plain.parameters(), strict=True):
         assert type(ours.grad) is torch.Tensor
         assert torch.equal(ours.grad, eager.grad)
+    assert [*MADE.values()] == [nn.ReLU]

@@ -103,3 +103,25 @@ def test_computed_parameters_have_no_gradient_to_look_at() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         functional_call(model, computed, (rows(),)).backward()
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_state_of_an_optimizer_that_nobody_named_is_said_once(runtime: str) -> None:
+    model, x = Stack(), rows()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    planner.auto_wrap(model, budget="70%", runtime=runtime)
+    with pytest.warns(UserWarning, match=r"AdamW keeps .* of state for Stack.* pass training='adamw' to auto_wrap"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        planner.auto_wrap(model, budget="70%", runtime=runtime, training="adamw")
+        step()
+        planner.auto_wrap(model, budget=planner.Budget(activations="70%"), runtime=runtime)
+        step()
