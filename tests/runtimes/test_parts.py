@@ -40,10 +40,12 @@ class Drops(nn.Module):
 
     def __init__(self, draw: str, share: float = 0.3) -> None:
         super().__init__()
-        self.layers, self.last = nn.ModuleList(perceptron() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(perceptron() for _ in range(3))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.draw, self.share = draw, share
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
         for layer in self.layers:
             drawn = torch.rand([]) if self.draw == "torch" else random.random()
             if drawn >= self.share:
