@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
@@ -35,14 +35,13 @@ from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupport
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
-from planner.runtimes._gradients import LateGradients, watch_backward
+from planner.runtimes._gradients import refusing_gradients, watch_backward
 from planner.runtimes._shapes import (
     CallsSeen,
     InputSizes,
     PlansBySize,
     elements,
     marked,
-    planning_seconds,
     sizes_of,
 )
 from planner.runtimes._sized import SizedPrograms
@@ -50,6 +49,8 @@ from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
+
+Made = TypeVar("Made", Plan, PlannedStep)
 
 _log = logging.getLogger("planner")
 
@@ -133,8 +134,19 @@ class GraphRuntime(PlannedCalls):
     def _captured(self, inputs: Inputs) -> Any:
         """Capture, plan and run a new kind of call."""
         check_plannable(self.model, inputs)
+        if self._graphs == self.options.runtime.maximum_shapes:
+            raise RuntimeUnsupportedError(
+                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
+                f"own{self._what_changes(inputs)}. Pass a tensor in place of a number that changes, pad or bucket "
+                "inputs whose sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
+            )
         if self._in_a_row == _OFTEN:
-            self._say_what_changes(inputs)
+            warnings.warn(
+                f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
+                f"{self._what_changes(inputs)}. What its forward looks at must be alike in most calls; "
+                "runtime='modules' captures nothing",
+                stacklevel=8,
+            )
         self._in_a_row += 1
         self._complete_for(inputs)
         varying_sizes = self._calls_seen.varying(inputs)
@@ -149,15 +161,10 @@ class GraphRuntime(PlannedCalls):
                 done(self._why(symbolic), self.plan)
             return result
 
-    def _say_what_changes(self, inputs: Inputs) -> None:
+    def _what_changes(self, inputs: Inputs) -> str:
         found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
         what = next(filter(None, found), "")
-        warnings.warn(
-            f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
-            f"{f': it is no longer so that {what}' if what else ''}. What its forward looks at must be alike in most "
-            "calls; runtime='modules' captures nothing",
-            stacklevel=9,
-        )
+        return f": it is no longer so that {what}" if what else ""
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
         """Capture under the first pair of calls whose branches hold for these inputs, or under a new pair."""
@@ -228,8 +235,7 @@ class GraphRuntime(PlannedCalls):
                 self.model,
                 self._at_new_sizes,
                 self._followed,
-                self._enter,
-                self._may_be_better,
+                self._use,
             )
         with one_at_a_time:
             return self._sized[joint.graph].program(joint, given)
@@ -258,19 +264,20 @@ class GraphRuntime(PlannedCalls):
         return step
 
     def _planned_at(self, sizes: InputSizes, study: Study) -> Plan:
-        """Reuse a plan for these sizes, or plan again if none fits or replanning is due."""
         options = replace(self.options, search=replace(self.options.search, enough=_ENOUGH))
-        plan = plan_study(study, options, reuse=self._plans.nearest(sizes))
-        is_due = self._plans.is_due(plan)
-        if is_due:
-            self._plans.looked()
-            plan = _own_or(plan, study, options)
-        self._plans.add(sizes, plan, is_settled=is_due)
+        plan = self._reusing(sizes, partial(plan_study, study, options))
+        self._plans.add(sizes, plan)
         return plan
 
-    def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether these sizes may deserve a plan of their own."""
-        return self._follows_sizes and self._plans.may_be_better(sizes, plan)
+    def _reusing(self, sizes: InputSizes, plan: Callable[..., Made]) -> Made:
+        """Call ``plan`` with a plan to reuse: of sizes that are little larger, or any other if it finds none."""
+        near, nearest = self._plans.near(sizes), self._plans.nearest(sizes)
+        if near is not None or nearest is None:
+            return plan(reuse=near)
+        try:
+            return plan()
+        except InfeasibleBudgetError:
+            return plan(reuse=nearest)
 
     @property
     def _follows_sizes(self) -> bool:
@@ -280,14 +287,10 @@ class GraphRuntime(PlannedCalls):
     def _recorded(self) -> Study | None:
         return self.options.eager if isinstance(self.options.eager, Study) else None
 
-    def _enter(self, plan: Plan) -> None:
-        self.plan = plan
-        self._plans.paid(plan)
-
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; the first must match a given plan."""
-        reuse = self._plans.nearest(self._input_sizes(joint))
-        return plan_step(self.model, joint, self.options, reuse=reuse, must_match=self.must_match)
+        plan = partial(plan_step, self.model, joint, self.options, must_match=self.must_match)
+        return self._reusing(self._input_sizes(joint), plan)
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
         self.put_in_force(step.plan)
@@ -297,13 +300,6 @@ class GraphRuntime(PlannedCalls):
         return sizes_of(called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
-        if self._graphs == self.options.runtime.maximum_shapes:
-            changed = self._calls_seen.changed(self._inputs) if self._inputs is not None else ""
-            raise RuntimeUnsupportedError(
-                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
-                f"own{f': {changed}' if changed else ''}. Pass a tensor in place of a number that changes, pad or "
-                "bucket inputs whose sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
-            )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:
             return loss_outputs(graph_module, self.options.loss)
@@ -321,20 +317,17 @@ class GraphRuntime(PlannedCalls):
         self._graphs += 1
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
-        plan = None if joint.varies else self.plan
-        late = None
         reach = reach_of(joint)
-        if others:
-            late = LateGradients(graph_module, joint, others, weakly(self._expect, sorted([*differentiable, *others])))
-        put_in_force = weakly(self._use, plan)
+        put_in_force = weakly(self._use, None if joint.varies else self.plan)
+        expect_all = weakly(self._expect, sorted([*differentiable, *others]))
 
         def finished(*inputs: Any) -> Any:
-            before = late.state() if late else None
             outputs = list(run(*inputs))
             put_in_force()
             watch_backward([outputs[p] for p in differentiable], reach)
-            if late is not None:
-                for position, output in zip(others, late.attach(before, inputs, outputs), strict=True):
+            if others:
+                unexpected = refusing_gradients([outputs[p] for p in others], inputs, expect_all)
+                for position, output in zip(others, unexpected, strict=True):
                     outputs[position] = output
             return outputs
 
@@ -348,16 +341,6 @@ class GraphRuntime(PlannedCalls):
         self._expected = positions
         self._graphs = 0
         self._new_calls()
-
-
-def _own_or(taken: Plan, study: Study, options: Options) -> Plan:
-    """Search for a plan, and return the cheaper of it and the reused one."""
-    limit_seconds = min(options.search.time_limit_seconds, planning_seconds(taken))
-    options = replace(options, search=replace(options.search, time_limit_seconds=limit_seconds))
-    try:
-        return min(plan_study(study, options), taken, key=lambda plan: plan.added_seconds)
-    except InfeasibleBudgetError:  # none was found in so little time
-        return taken
 
 
 class _Graph(RuntimeOfCalls):

@@ -124,7 +124,7 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
 def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_its_graph(slope: float) -> None:
     search, budget_bytes = CodeSearch[None](), 1000
     while True:
-        limit_bytes = search.limit.graph_bytes if search.limit is not None else budget_bytes
+        limit_bytes = budget_bytes if search.limit_bytes is None else search.limit_bytes
         plan = SimpleNamespace(
             peak_bytes=limit_bytes,
             recompute_seconds=2000 - limit_bytes,
