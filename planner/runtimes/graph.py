@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 
 from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
-from planner.capture.inputs import Inputs, Varying, check_plannable
+from planner.capture.inputs import Inputs, Varying, check_plannable, varying_dimensions
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs, loss_outputs
 from planner.capture.model_facts import is_sharded
@@ -27,23 +29,18 @@ from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
     call_implementation,
+    dynamic_dimensions,
+    is_marked_dynamic,
     varying_numbers,
     with_symbolic_sizes,
     without_dynamic_marks,
 )
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
+from planner.plans.reuse import is_reused
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
 from planner.runtimes._gradients import refusing_gradients, watch_backward
-from planner.runtimes._shapes import (
-    CallsSeen,
-    InputSizes,
-    PlansBySize,
-    elements,
-    marked,
-    sizes_of,
-)
 from planner.runtimes._sized import SizedPrograms
 from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
@@ -59,6 +56,66 @@ _OFTEN = 8
 
 _ENOUGH = 0.002
 """Gap to the bound, as a share of the step, at which planning of later sizes stops: training waits for it."""
+
+
+InputSizes = tuple[tuple[int, ...], ...]
+
+_ANY: InputSizes = ((-1,),)
+"""Placeholder for unknown sizes."""
+
+_NEAR = 0.7
+"""Share of a larger size's elements from which inputs reuse its plan: a search for each size would make training wait,
+and with no plans of their own small sizes would recompute in vain."""
+
+
+class PlansBySize:
+    """The plans of one wrapped model, by the input sizes that they were solved for.
+
+    A plan that keeps the budget for large inputs nearly always keeps it for smaller ones. So new sizes first try the
+    plan of the nearest larger sizes (by number of elements): of the plans that fit, it recomputes least. A given plan,
+    whose sizes are unknown, is tried if there is no larger one.
+    """
+
+    def __init__(self, given: Plan | None = None, *, is_kept: bool = False) -> None:
+        self._is_kept = is_kept
+        """Whether smaller sizes must run the given plan too."""
+        self._plans: dict[InputSizes, Plan] = {_ANY: given} if given is not None else {}
+        self.largest: float = math.inf if given is not None else 0
+        """The largest number of elements that there is a plan for."""
+
+    def nearest(self, sizes: InputSizes) -> Plan | None:
+        """Return the plan of the nearest size that is not smaller, else of the largest."""
+        nearest = self._nearest(sizes)
+        return None if nearest is None else self._plans[nearest]
+
+    def near(self, sizes: InputSizes) -> Plan | None:
+        """Return that plan if it is for sizes that are little larger, or unknown; else None."""
+        nearest = self._nearest(sizes)
+        is_far = nearest not in (None, _ANY) and elements(sizes) < _NEAR * elements(nearest)
+        return None if is_far and not self._is_kept else self.nearest(sizes)
+
+    def _nearest(self, sizes: InputSizes) -> InputSizes | None:
+        if sizes in self._plans:
+            return sizes
+        least = elements(sizes)
+        above = [known for known in reversed(self._plans) if elements(known) >= least]
+        return min(above, key=elements) if above else max(self._plans, key=elements, default=None)
+
+    def add(self, sizes: InputSizes, plan: Plan) -> None:
+        """Store a plan, unless it is that of sizes that are little larger."""
+        self.largest = max(self.largest, elements(sizes))
+        if not is_reused(plan) or self.near(sizes) is None:
+            self._plans[sizes] = plan
+
+
+def sizes_of(tensors: Iterable[torch.Tensor]) -> InputSizes:
+    """Return the sizes of inputs."""
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def elements(sizes: InputSizes) -> float:
+    """Return the total number of elements."""
+    return math.inf if sizes == _ANY else sum(map(math.prod, sizes))
 
 
 class GraphRuntime(PlannedCalls):
@@ -80,7 +137,8 @@ class GraphRuntime(PlannedCalls):
         self._graphs = 0
         self.compiler = compiler
         self._completed_for: Any = None
-        self._calls_seen = CallsSeen()
+        self._sizes: list[list[torch.Size]] = []
+        """Sizes of calls that ran: a dimension seen in two sizes is captured as a symbol from then on."""
         self._may_vary = compiler is aot_backend
         """Whether varying sizes are captured as symbols."""
         self._numbers: dict[str, float] = {}
@@ -149,17 +207,23 @@ class GraphRuntime(PlannedCalls):
             )
         self._in_a_row += 1
         self._complete_for(inputs)
-        varying_sizes = self._calls_seen.varying(inputs)
-        symbolic = varying_sizes if self._may_vary else []
+        symbolic = self._varying(inputs) if self._may_vary else []
         graphs = self._graphs
         changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
         shown = log_progress(type(self.model).__name__, "captured")
         with shown as done, without_dynamic_marks(marked(inputs)), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
-            self._calls_seen.ran(inputs)
+            sizes = [tensor.shape for tensor in inputs.tensors()]
+            if sizes not in self._sizes:
+                self._sizes.append(sizes)
             if self._graphs != graphs:
                 done(self._why(symbolic), self.plan)
             return result
+
+    def _varying(self, inputs: Inputs) -> list[Varying]:
+        """Return the inputs with dimensions that vary, or are marked."""
+        of_marks = ((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))
+        return [*varying_dimensions(inputs, self._sizes), *of_marks]
 
     def _what_changes(self, inputs: Inputs) -> str:
         found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
@@ -341,6 +405,11 @@ class GraphRuntime(PlannedCalls):
         self._expected = positions
         self._graphs = 0
         self._new_calls()
+
+
+def marked(inputs: Inputs) -> list[torch.Tensor]:
+    """Return the inputs marked by ``mark_dynamic`` or a relative of it."""
+    return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
 
 
 class _Graph(RuntimeOfCalls):
