@@ -43,11 +43,7 @@ def observe(model: nn.Module, inputs: Inputs) -> Subject:
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
         unseen = f"{in_one_line(error)}{raised_at(error)}"
-    return Subject(
-        calls=tuple(call.told() for call in calls),
-        returned_cache=returned_cache,
-        unseen=unseen,
-    )
+    return Subject(calls=tuple(call.told() for call in calls), returned_cache=returned_cache, unseen=unseen)
 
 
 @dataclass

@@ -215,10 +215,7 @@ class PlannedCalls(ABC):
             way, ranks = ("fsdp2", shards_of(self.model)) if ddp is None else ("ddp", ddp.ranks)
             training = replace(training, data_parallel=way, ranks=ranks) if ranks > 1 else training
         if ddp is not None:
-            gradients = Gradients(
-                are_in_buckets=ddp.finds_views,
-                go_into_buckets=ddp.has_views and ddp.sends,
-            )
+            gradients = Gradients(are_in_buckets=ddp.finds_views, go_into_buckets=ddp.has_views and ddp.sends)
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
         is_first = options.plan_collectively and not self.is_confirmed
         return replace(options, training=training, gradients=gradients, plan_collectively=is_first)

@@ -295,12 +295,7 @@ class GraphRuntime(PlannedCalls):
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         """Return the program for one size of a symbolic capture."""
         if joint.graph not in self._sized:
-            self._sized[joint.graph] = SizedPrograms(
-                self.model,
-                self._at_new_sizes,
-                self._followed,
-                self._use,
-            )
+            self._sized[joint.graph] = SizedPrograms(self.model, self._at_new_sizes, self._followed, self._use)
         with one_at_a_time:
             return self._sized[joint.graph].program(joint, given)
 

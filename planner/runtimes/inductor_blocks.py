@@ -37,15 +37,7 @@ from planner.plans.plan import Plan
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
-from planner.runtimes._units import (
-    BLOCK_BYTES,
-    PlannedUnit,
-    Step,
-    bytes_alone,
-    decisions_on,
-    lowering,
-    part_of,
-)
+from planner.runtimes._units import BLOCK_BYTES, PlannedUnit, Step, bytes_alone, decisions_on, lowering, part_of
 from planner.runtimes.inductor import Compiles, check_can_compile
 from planner.runtimes.regional import Regional
 from planner.session.step import Options, PlannedStep, plan_lowered, study_lowered

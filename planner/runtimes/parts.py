@@ -219,11 +219,7 @@ def plan_parts(
     )
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
     plan = replace(step, lowered=lowered).plan(model, options, study=study, reuse=reuse, must_match=must_match)
-    return PartsPlan(
-        plan,
-        _course(model, seen),
-        {path: _described(seen[path][0].inputs) for path in blocks},
-    )
+    return PartsPlan(plan, _course(model, seen), {path: _described(seen[path][0].inputs) for path in blocks})
 
 
 def _followed(

@@ -16,9 +16,7 @@ from torch import nn
 
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_forward
-from planner.capture.fsdp_internals import (
-    computes_in_other_types,
-)
+from planner.capture.fsdp_internals import computes_in_other_types
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.model_facts import has_units, module_facts, shards_of, whole
 from planner.capture.torch_internals import Compiler, aot_backend
@@ -49,11 +47,7 @@ from planner.runtimes._units import (
 )
 from planner.session.fingerprint import are_no_larger, described
 from planner.session.rank_consensus import plan_together
-from planner.session.step import (
-    LoweredStep,
-    Options,
-    elsewhere_for,
-)
+from planner.session.step import LoweredStep, Options, elsewhere_for
 
 
 class RegionalRuntime(CallsInSituations):

@@ -175,10 +175,7 @@ class SizedStep:
             costs=in_place.costs(costs),
             in_place=in_place,
             origin=replace(
-                self.study.origin,
-                fingerprint=fingerprint_of(self.model, step),
-                capture_seconds=0.0,
-                eager=eager,
+                self.study.origin, fingerprint=fingerprint_of(self.model, step), capture_seconds=0.0, eager=eager
             ),
             static_memory=around,
         )

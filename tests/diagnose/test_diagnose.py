@@ -149,9 +149,7 @@ def _no_process_group_is_left() -> Iterator[None]:
 
 Example = Callable[[], nn.Module]
 TOKENS = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": torch.zeros(2, 8, dtype=torch.int64)}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "use-cache": {"inputs": TOKENS},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"use-cache": {"inputs": TOKENS}}
 """What a rule's two examples are checked with, beside an input of 16 rows."""
 
 EXAMPLES: dict[str, tuple[Example, Example]] = {
@@ -167,10 +165,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(linear(), Region(linear(), nn.BatchNorm1d(8))),
         lambda: Trained(linear(), Region(linear(), nn.LayerNorm(8)), nn.BatchNorm1d(8)),
     ),
-    "routing-recomputed": (
-        lambda: Trained(linear(), Region(Routed())),
-        lambda: Trained(Region(linear()), Routed()),
-    ),
+    "routing-recomputed": (lambda: Trained(linear(), Region(Routed())), lambda: Trained(Region(linear()), Routed())),
     "nested-checkpoints": (
         lambda: Trained(linear(), Region(linear(), Region(linear()))),
         lambda: Trained(linear(), Region(linear()), Region(linear())),

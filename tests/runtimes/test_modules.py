@@ -25,12 +25,7 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
 from planner.common.options import grouped
-from planner.errors import (
-    InfeasibleBudgetError,
-    RuntimeUnsupportedError,
-    UnsupportedModelError,
-    UsageError,
-)
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UnsupportedModelError, UsageError
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
@@ -38,15 +33,7 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
-from tests.models import (
-    WIDTH,
-    Convolutions,
-    images,
-    looked_at,
-    mean_square,
-    perceptron,
-    rows,
-)
+from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
 
 

@@ -142,10 +142,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
         lambda: Stack(1, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention(causal=True))),
         [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (6, 11), (5, 19))],
     ),
-    "convolutions": (
-        lambda: Convolutions(2),
-        [(floats(batch, 16, *image),) for batch, *image in IMAGES],
-    ),
+    "convolutions": (lambda: Convolutions(2), [(floats(batch, 16, *image),) for batch, *image in IMAGES]),
     "channels last": (
         lambda: Convolutions(2, channels_last=True),
         [(floats(batch, 16, *image),) for batch, *image in IMAGES],

@@ -152,9 +152,7 @@ def test_nothing_runs_to_learn_it() -> None:
             return super().forward(x if x[0, 0] > 0 else -x).sum()
 
     plan = planner.plan(
-        Watched(16, 16),
-        torch.randn(4, 16),
-        **grouped(budget="100%", time_limit_seconds=1, runtime="graph"),
+        Watched(16, 16), torch.randn(4, 16), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is None and not Watched.ran
     (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
