@@ -302,14 +302,11 @@ class _Auto(RuntimeOfCalls):
     summary = "graph; parts or modules where the model cannot be captured; regional with several ranks"
     runs_sharded = True
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         def plan_with(name: str) -> Plan:
-            chosen = runtimes.get(name)
-            return chosen.plan(model, inputs, _for(name, options), reuse=reuse, must_match=must_match)
+            return runtimes.get(name).plan(model, inputs, _for(name, options), **known)
 
-        if reuse is not None:
+        if (reuse := known.get("reuse")) is not None:
             return plan_with(reuse.runtime)
         tried: Tried = []
         plan = try_each(candidates(ModelFacts.of(model, *inputs.args)), tried, options, plan_with)

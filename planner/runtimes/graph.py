@@ -412,12 +412,10 @@ class _Graph(RuntimeOfCalls):
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         check_plannable(model, inputs)
         joint = captured(model, inputs, options)
-        return plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
+        return plan_step(model, joint, options, **known).plan
 
 
 RUNTIME = _Graph()

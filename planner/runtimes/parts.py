@@ -336,10 +336,8 @@ class _Parts(RuntimeOfCalls):
     name = "parts"
     summary = "the largest modules that can be captured as planned graphs of their own, the rest eager"
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
-        return plan_parts(model, inputs, options, reuse=reuse, must_match=must_match).plan
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
+        return plan_parts(model, inputs, options, **known).plan
 
 
 RUNTIME = _Parts()
