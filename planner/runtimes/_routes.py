@@ -45,10 +45,6 @@ class CallProfile:
     settings: set[str] = field(default_factory=set)
     """Names of float attributes of these modules that are not 0: a probability of 0 switches a module off."""
 
-    def covers(self, other: CallProfile) -> bool:
-        """Whether another step ran no more than this one."""
-        return other.calls <= self.calls and other.elements <= self.elements and other.settings <= self.settings
-
     def beyond(self, other: CallProfile) -> list[str]:
         """Say in which modules and settings this step goes beyond another."""
         more = (self.calls - other.calls) | (self.elements - other.elements)
@@ -97,11 +93,8 @@ class Routes:
             if get_ident() == here:
                 self._begins(module, given)
 
-        hook = register_module_forward_pre_hook(begins)
-        try:
+        with register_module_forward_pre_hook(begins):
             yield
-        finally:
-            hook.remove()
 
     def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
@@ -154,7 +147,7 @@ class Routes:
                 self._missed.restore()
             for number in range(TRIES):
                 try:
-                    with self.watched(), _hook_at_the_end(self._ends):
+                    with self.watched(), register_module_forward_hook(self._ends):
                         study = record()
                 except CaptureError:
                     if number == 0:
@@ -162,7 +155,7 @@ class Routes:
                     continue  # a step that trains nothing, say, because it drops every layer
                 finally:
                     seed_all(number)
-                if not any(course.covers(self._course) for course in seen):
+                if all(self._course.beyond(course) for course in seen):
                     seen.append(self._course)
                     yield seen[-1], study
                 # What data decides is not tried: other random numbers would not show it.
@@ -175,12 +168,14 @@ class Routes:
         ``are_shared``: other ranks must plan together with this one, which they do not if only this rank's data
         differed.
         """
-        if self._misses == TRIES or any(course.covers(self._course) for course in self._covered):
+        if self._misses == TRIES:
+            return False
+        more = min((self._course.beyond(course) for course in self._covered), key=len)
+        if not more:
             return False
         is_last = are_shared and self._varies
         self._misses = TRIES if is_last else self._misses + 1
         self._missed = self._begun
-        more = min((self._course.beyond(course) for course in self._covered), key=len)
         warn_of_another(self._model, more, is_planned=self._misses < TRIES)
         return not is_last
 
@@ -198,12 +193,3 @@ def warn_of_another(model: nn.Module, differs: Sequence[str], *, is_planned: boo
 def outermost(chosen: Mapping[str, Kept]) -> dict[str, Kept]:
     """Drop modules inside other chosen modules: a checkpointed module is recomputed as a whole."""
     return {n: kept for n, kept in chosen.items() if not any(is_within(n, other) for other in chosen if other != n)}
-
-
-@contextmanager
-def _hook_at_the_end(hook: Callable[[nn.Module, object, object], None]) -> Iterator[None]:
-    handle = register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -192,7 +192,7 @@ class GraphRuntime(PlannedCalls):
     def _captured(self, inputs: Inputs) -> Any:
         """Capture, plan and run a new kind of call."""
         check_plannable(self.model, inputs)
-        if self._graphs == self.options.runtime.maximum_shapes:
+        if self._graphs >= self.options.runtime.maximum_shapes:
             raise RuntimeUnsupportedError(
                 f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
                 f"own{self._what_changes(inputs)}. Pass a tensor in place of a number that changes, pad or bucket "
@@ -264,9 +264,8 @@ class GraphRuntime(PlannedCalls):
         self._may_vary = self._may_vary and not fails  # it is the symbols that cannot be captured
         return result
 
-    def _complete_for(self, inputs: Inputs) -> None:
-        situation = situation_of(self.model, inputs)
-        if situation != self._completed_for:
+    def _complete_for(self, inputs: Inputs | None) -> None:
+        if inputs is not None and (situation := situation_of(self.model, inputs)) != self._completed_for:
             self.complete_options(inputs)
             self._completed_for = situation
 
@@ -300,8 +299,7 @@ class GraphRuntime(PlannedCalls):
             return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
-        if self._inputs is not None:
-            self._complete_for(self._inputs)
+        self._complete_for(self._inputs)
         return self._plain(joint)
 
     def _plain(self, joint: JointGraph) -> PlannedStep:
@@ -311,11 +309,11 @@ class GraphRuntime(PlannedCalls):
         return step
 
     def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
-        if not self._follows_sizes:
+        if self.options.loss is not None or self.options.runtime.chunk != 1:
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
-        if elements(input_sizes) > self._plans.largest and self._recorded() is not None and self._inputs is not None:
+        if elements(input_sizes) > self._plans.largest and isinstance(self.options.eager, Study):
             self._complete_for(self._inputs)  # a percentage of more than before: eager's step is recorded anew
             eager = eager_step(self.options.eager)
         step = formula.planned(given, sizes, eager, partial(self._planned_at, input_sizes))
@@ -337,14 +335,6 @@ class GraphRuntime(PlannedCalls):
             return plan()
         except InfeasibleBudgetError:
             return plan(reuse=nearest)
-
-    @property
-    def _follows_sizes(self) -> bool:
-        """Whether a step's memory follows from the sizes of the program's inputs."""
-        return self.options.loss is None and self.options.runtime.chunk == 1
-
-    def _recorded(self) -> Study | None:
-        return self.options.eager if isinstance(self.options.eager, Study) else None
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; the first must match a given plan."""
@@ -372,7 +362,6 @@ class GraphRuntime(PlannedCalls):
         joint: JointGraph | None,
     ) -> Callable[..., Any]:
         others = [p for p in differentiable_outputs(graph_module) if p not in differentiable]
-
         self._graphs += 1
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph

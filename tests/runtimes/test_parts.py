@@ -140,8 +140,7 @@ def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
     model, x = Drops(draw), rows()
     plain = copy.deepcopy(model)
     planner.auto_wrap(model, **grouped(runtime="parts", activation_budget="80%", time_limit_seconds=1.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         train(model, x)
     assert planner.plan_of(model).fingerprint["blocks"] == "layers.0 layers.1 layers.2"
     for number in range(4):

@@ -177,8 +177,7 @@ def test_a_dropout_that_is_switched_on_is_said_and_planned() -> None:
         let_dropout(trained, 0.3)
     with pytest.warns(UserWarning, match=r"does not run as planned .*\.p: more.*may break the budget"):
         assert_same(train(plain, rows(512)), train(model, rows(512)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         assert peak_bytes(model) <= budget_bytes
         let_dropout(model, 0.0)
         assert peak_bytes(model) <= budget_bytes
