@@ -263,7 +263,6 @@ def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
         checkpointing_on=bool(classes & _CHECKPOINTING)
         or (module.training and getattr(module, "gradient_checkpointing", False) is True),
         fills_cache=fills_cache,
-        finds_unused=isinstance(module, nn.parallel.DistributedDataParallel) and module.find_unused_parameters,
         sharded=bool(classes & _SHARDING),
     )
 

@@ -37,8 +37,6 @@ class Program:
     """Is called before each run."""
     at: Callable[[Sequence[Any]], Program] | None = None
     """Returns what runs at the same sizes where other numbers change."""
-    may_be_better: Callable[[], bool | None] | None = None
-    """Whether another is to be made for these sizes; is asked before each run."""
 
 
 MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
@@ -119,7 +117,7 @@ class ProgramsBySize:
         sizes = tuple(x for at, x in enumerate(given) if at not in numbers and not isinstance(x, torch.Tensor))
         key = sizes, tuple(numbers.values())
         known = self._programs.get(self._numbers.get(key, -1))
-        if known is None or _may_be_better(known):
+        if known is None:
             known = self._remember(key, self._program(sizes, given))
         self._current = self._numbers[key]
         if known.entered is not None:
@@ -128,7 +126,7 @@ class ProgramsBySize:
     def _program(self, sizes: tuple[int, ...], given: Sequence[Any]) -> Program:
         assert self._joint is not None
         made = self._made.get(sizes)
-        if made is not None and made.at is not None and not _may_be_better(made):
+        if made is not None and made.at is not None:
             return made.at(given)
         self._made[sizes] = self._make(self._joint, given)
         return self._made[sizes]
@@ -165,10 +163,6 @@ class ProgramsBySize:
         for at, gradient in zip(self._tensors, self._programs[int(number)].backward(tensors), strict=True):
             gradients[at] = gradient
         return gradients
-
-
-def _may_be_better(program: Program) -> bool:
-    return program.may_be_better is not None and bool(program.may_be_better())
 
 
 def _stand_in(joint: JointGraph) -> Halves:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
 
 from planner.capture import fake_mode
 from planner.capture.failures import in_one_line, raised_at
@@ -31,7 +30,6 @@ from planner.findings.subject import CheckpointCall, Subject
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
 _CHOOSING = (aten.topk, aten.sort, aten.argmax)
 
 
@@ -45,11 +43,7 @@ def observe(model: nn.Module, inputs: Inputs) -> Subject:
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
         unseen = f"{in_one_line(error)}{raised_at(error)}"
-    return Subject(
-        calls=tuple(call.told() for call in calls),
-        returned_cache=returned_cache,
-        unseen=unseen,
-    )
+    return Subject(calls=tuple(call.told() for call in calls), returned_cache=returned_cache, unseen=unseen)
 
 
 @dataclass
@@ -61,9 +55,7 @@ class _Call:
     """What is known when it is called."""
     trainable: bool = False
     noted: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    """What is seen of it, each thing once: ``draws``, ``updates``, ``overwrites`` and ``chooses``."""
-    products: set[int] = field(default_factory=set)
-    """Storages of the results of matrix products."""
+    """What is seen of it, each thing once: ``draws``, ``updates`` and ``chooses``."""
 
     def told(self) -> CheckpointCall:
         noted: dict[str, Any] = {name: tuple(things) for name, things in self.noted.items()}
@@ -113,10 +105,10 @@ class _Watcher(StorageRecorder):
         made = super().follow(function, given, result)
         args, kwargs = given
         if self.open:
-            self._note(function, args, kwargs or {}, result)
+            self._note(function, args, kwargs or {})
         return made
 
-    def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         place = f"{func} in {self.within[-1] if self.within else 'the model'}"
         reads = tensors_in((args, kwargs))
         written = args[0] if is_mutable(func) and isinstance(args[0], torch.Tensor) else None
@@ -129,10 +121,6 @@ class _Watcher(StorageRecorder):
                 call.noted["chooses"][place] = None
             if written is not None and storage_id(written) in self.state:
                 call.noted["updates"][self.state[storage_id(written)]] = None
-            if written is not None and self.number(written) in call.products:
-                call.noted["overwrites"][place] = None
-            if func.overloadpacket in _PRODUCTS and (number := self.number(output)) is not None:
-                call.products.add(number)
 
 
 def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _Call:
@@ -143,7 +131,6 @@ def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _
         region=paths.get(module) or str(getattr(function, "__qualname__", type(function).__name__)),
         reentrant=given["use_reentrant"] is not False,  # torch takes silence for yes
         preserves_random_state=bool({"preserve_rng_state": True, **given["kwargs"], **given}["preserve_rng_state"]),
-        selective=given["context_fn"] is not noop_context_fn,
         nested=nested,
         gets_gradient=any(isinstance(x, torch.Tensor) and x.requires_grad for x in given["args"]),
     )

@@ -67,16 +67,6 @@ RULES = (
         fix=f"checkpoint around these modules, {_LEAVE_IT_TO_A_PLAN}, which updates them once",
     ),
     Rule(
-        name="inplace-on-saved",
-        severity=Severity.ERROR,
-        evidence=_of_calls(
-            lambda call: call.selective and call.overwrites, "{regions}, under a context_fn: {things}", "overwrites"
-        ),
-        cause="a policy that saves matrix products keeps a tensor that is overwritten later in the forward; gradients "
-        "are then wrong, or torch stops with an error",
-        fix=f"write these operations out of place, let the policy save nothing there, {_LEAVE_IT_TO_A_PLAN}",
-    ),
-    Rule(
         name="routing-recomputed",
         evidence=_of_calls(lambda call: call.chooses, "{regions}: {things}", "chooses"),
         cause="what is chosen by rank is chosen again in the backward: where kernels are not deterministic, a token "

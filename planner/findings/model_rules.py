@@ -63,15 +63,6 @@ RULES = (
         fix="set model.config.use_cache = False for training",
     ),
     Rule(
-        name="ddp-finds-unused",
-        evidence=lambda subject: collapsed(
-            [f"{one.label} has find_unused_parameters=True" for one in subject.modules if one.finds_unused]
-        ),
-        cause="DDP walks the graph after each forward to mark what gets no gradient; with reentrant checkpointing it "
-        "marks the wrong parameters, and a planned backward gives all gradients anyway",
-        fix="leave find_unused_parameters out, and freeze or remove what the loss never reaches",
-    ),
-    Rule(
         name="sharded-inside-checkpoint",
         evidence=_sharded_within,
         cause="each recompute gathers the parameters again, beside the gather that the backward does",

@@ -12,7 +12,6 @@ from planner.ir.graph import Operation, TrainingGraph
 from planner.ir.simulator import lifetimes
 
 _DOMINATING_STATIC = 0.8
-_DOMINATING_OPTIMIZER = 0.4
 _DOMINATING_VALUE = 0.4
 _DOMINATING_LOGITS = 0.3
 _LOSS_TARGETS = ("log_softmax", "nll_loss", "cross_entropy")
@@ -34,16 +33,6 @@ def _resident(step: CapturedStep) -> str:
         f"{format_percent(share)} of {format_bytes(_whole_bytes(step))} ({format_bytes(static_bytes)}: "
         f"{collapsed(largest)}) is resident before the step"
     )
-
-
-@_of_step
-def _optimizer(step: CapturedStep) -> str:
-    kinds = step.problem.graph.static_bytes
-    size_bytes = kinds.get("optimizer", 0) + kinds.get("master weights", 0)
-    share = size_bytes / _whole_bytes(step)
-    if share < _DOMINATING_OPTIMIZER:
-        return ""
-    return f"{format_bytes(size_bytes)} of state, {format_percent(share)} of {format_bytes(_whole_bytes(step))}"
 
 
 @_of_step
@@ -107,13 +96,8 @@ RULES = (
         name="static-dominates",
         evidence=_resident,
         cause="recompute only frees saved activations, not this",
-        fix="hold parameters and optimizer state in a smaller dtype, or shard them",
-    ),
-    Rule(
-        name="optimizer-dominates",
-        evidence=_optimizer,
-        cause="recompute cannot make the optimizer's state smaller",
-        fix="take an optimizer that keeps less (adafactor, adam8bit), train fewer parameters, or shard it (fsdp2)",
+        fix="hold parameters in a smaller dtype, take an optimizer that keeps less (adafactor, adam8bit), train fewer "
+        "parameters, or shard (fsdp2)",
     ),
     Rule(
         name="logits-dominate",

@@ -24,8 +24,6 @@ class ModuleFacts:
     """Whether it checkpoints itself: a wrapper, or a switch of Hugging Face's."""
     fills_cache: bool = False
     """Whether its configuration asks for keys and values to be cached."""
-    finds_unused: bool = False
-    """Whether it is DDP's wrapper with ``find_unused_parameters``."""
     sharded: bool = False
     """Whether it is a unit of FSDP."""
 
@@ -43,8 +41,6 @@ class CheckpointCall:
     """The module that it runs, or the function's name."""
     reentrant: bool = False
     preserves_random_state: bool = True
-    selective: bool = False
-    """Whether a ``context_fn`` chooses what is saved."""
     nested: bool = False
     """Whether another call was under way."""
     gets_gradient: bool = True
@@ -53,10 +49,9 @@ class CheckpointCall:
     """Whether anything else that it reads does: a parameter."""
     draws: tuple[str, ...] = ()
     updates: tuple[str, ...] = ()
-    overwrites: tuple[str, ...] = ()
     chooses: tuple[str, ...] = ()
-    """Operations with their module: those that draw random numbers, write into parameters or buffers, write into
-    the result of a matrix product, and choose by rank."""
+    """Operations with their module: those that draw random numbers, write into parameters or buffers, and choose by
+    rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,19 +123,6 @@ def is_reused(plan: Plan) -> bool:
     return plan.solver.endswith(_REUSED)
 
 
-def in_vain_seconds(plan: Plan) -> float:
-    """Estimate what a step pays for recompute that its budget has no need of, where a plan was taken over for it.
-
-    That is the share of the freed bytes for which there is room. A plan of its own saves more: it leaves out first what
-    costs most for its bytes.
-    """
-    freed_bytes = plan.baseline_peak_bytes - plan.peak_bytes
-    if not is_reused(plan) or freed_bytes <= 0:
-        return 0.0
-    room_bytes = min(plan.budget_bytes - plan.peak_bytes, freed_bytes)
-    return plan.added_seconds * room_bytes / freed_bytes
-
-
 def as_planned(around: StaticMemory, plan: Plan) -> StaticMemory:
     """Return static_memory as a plan has them; what is there because of the model itself stays as it is."""
     of_model = {kind: size_bytes for kind, size_bytes in around.static_bytes.items() if kind in OF_THE_MODEL}

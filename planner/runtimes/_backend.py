@@ -32,6 +32,7 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.static_memory import LossMemory
 from planner.plans.budget_split import Call, calls_in, fraction_that_fits, least_bytes
 from planner.plans.plan import Plan
+from planner.runtimes._calls import weakly
 from planner.runtimes._gradients import planned_node
 from planner.runtimes._pieces import Made, Program
 from planner.session.capture_progress import log_progress
@@ -55,7 +56,6 @@ class Backend:
 
     def reset(self) -> None:
         """Forget all graphs, as ``torch.compiler.reset()`` does."""
-        self._models: list[nn.Module] = []
         self._loose = nn.Module()
         """Holds parameters of programs that belong to no module."""
         self._first: dict[Any, _Call] = {}
@@ -121,7 +121,7 @@ class Backend:
         """Run a graph: as it was planned, or for the first time."""
         program = graph.program(given)
         if program is None:
-            return graph.as_it_is(given)
+            return graph.graph_module.forward(*given)
         if self._is_new and not self._held:
             self._plan_all()
         calls: dict[Any, Any] = self._held[-1].call.after if self._held else self._first
@@ -140,8 +140,6 @@ class Backend:
             for value in given:
                 if isinstance(value, nn.Parameter) and all(value is not known for known in model.parameters()):
                     model.register_parameter(f"parameter {len(list(model.parameters()))}", value)
-        if all(model is not known for known in self._models):
-            self._models.append(model)
         return model
 
     def _new_call(self, program: Program, given: Sequence[Any]) -> _Call:
@@ -180,7 +178,7 @@ class Backend:
         tensors = [x for x in (*given, *outputs) if isinstance(x, torch.Tensor)]
         held = _Held(call, [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
         self._held.append(held)
-        release = partial(_release, weakref.ref(self), held)
+        release = weakly(self.release, held)
         node.register_prehook(lambda _gradients: release())
         weakref.finalize(node, release)
 
@@ -262,12 +260,6 @@ def _resident_bytes(calls: Iterable[_Call]) -> int:
     return sum(resident.values())
 
 
-def _release(backend: Callable[[], Backend | None], held: _Held) -> None:
-    found = backend()
-    if found is not None:
-        found.release(held)
-
-
 @dataclass(eq=False)
 class _Graph:
     """A graph as Dynamo cut it out, whatever its sizes."""
@@ -296,9 +288,6 @@ class _Graph:
     def run(self, *given: Any) -> Any:
         return self.backend.run(self, given)
 
-    def as_it_is(self, given: Sequence[Any]) -> Any:
-        return self.graph_module.forward(*given)
-
     def program(self, given: Sequence[Any]) -> Program | None:
         """Return the program for the sizes of a call."""
         sizes = self._sizes(given) if self._varies else ()
@@ -313,7 +302,8 @@ class _Graph:
             with entered(of_model(model, *given)), random_states_kept():
                 piece = Piece.of(self.graph_module, given, model)
                 name = f"{self.name}{f', sizes {len(self.programs) + 1}' if self.programs else ''}"
-                self.programs[sizes] = Program.seen(model, piece, self.backend.options, self.settings, name)
+                program = Program(model, piece, self.settings, name)
+                self.programs[sizes] = program if program.look(self.backend.options) else None
         return self.programs[sizes]
 
 

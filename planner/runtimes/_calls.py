@@ -49,20 +49,17 @@ class HeldGradients:
         """Parameters under the last plan, cached: collecting them takes as long as a dozen small operations."""
         self._plan: Plan | None = None
 
-    def bytes_of(self, model: nn.Module, plan: Plan | None) -> int:
-        """Return the bytes of existing gradients that the plan in force does not count."""
-        if self._is_counted or self._is_said:
-            return 0
-        if plan is None or plan is not self._plan:
+    def check(self, model: nn.Module, plan: Plan | None) -> None:
+        """Warn once if the plan in force does not count existing gradients, and has no room for them."""
+        if self._is_counted or self._is_said or plan is None:
+            return
+        if plan is not self._plan:
             # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
             leaves = (p for p in model.parameters() if p.is_leaf)
             self._parameters, self._plan = [*map(weakref.ref, leaves)], plan
         gradients = [p.grad for reference in self._parameters if (p := reference()) is not None]
-        return sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
-
-    def check(self, held_bytes: int, plan: Plan | None) -> None:
-        """Warn once if the plan's peak and these gradients together exceed the budget."""
-        if plan is None or not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
+        held_bytes = sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
+        if not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
             return
         if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
             return  # it was made for a step that begins with them
@@ -108,14 +105,13 @@ class OpenCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
-        self._last: weakref.ref[_Open] | None = None
-        self._is_said = False
-        self._said_of_others = False
+        self._is_said = self._is_said_of_others = False
 
     def check(self) -> None:
-        """Warn once if the last call still awaits its backward, and once if a call of another wrapped model does."""
-        last = self._last() if self._last is not None else None
-        if last is not None and not last.has_begun and not self._is_said:
+        """Warn once if an earlier call still awaits its backward, and once if a call of another wrapped model does."""
+        with _one_at_a_time:
+            waiting = [call.of() for call in _all if not call.has_begun]
+        if self in waiting and not self._is_said:
             self._is_said = True
             warnings.warn(
                 f"{self.name} is called again before the backward of its last call. What each of them saves is held "
@@ -123,8 +119,9 @@ class OpenCalls:
                 "next call, or leave room in the budget",
                 stacklevel=7,
             )
-        if not self._said_of_others and (others := self._others()):
-            self._said_of_others = True
+        others = [calls.name for calls in waiting if calls is not None and calls is not self]
+        if others and not self._is_said_of_others:
+            self._is_said_of_others = True
             warnings.warn(
                 f"{self.name} is called before the backward of {others[0]}, which is planned too. What both save is "
                 "held together, and each budget is that of one: give each Budget(activations=...), which add up to "
@@ -132,18 +129,12 @@ class OpenCalls:
                 stacklevel=7,
             )
 
-    def _others(self) -> list[str]:
-        with _one_at_a_time:
-            calls = [call.of() for call in _all if not call.has_begun]
-        return [other.name for other in calls if other is not None and other is not self]
-
     def begun(self, outputs: Any) -> None:
         """Watch for the backward of a call that gave these outputs."""
         call = _Open(self)
         for output in differentiable_in(outputs):
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(call.begin)
-        self._last = weakref.ref(call)
         with _one_at_a_time:
             _all.add(call)
 
@@ -204,11 +195,10 @@ class PlannedCalls(ABC):
             return call_implementation(self.model)(*args, **kwargs)
         if not self.options.is_stage:
             self._open.check()
-        held_bytes = self._held.bytes_of(self.model, self.plan)
+        self._held.check(self.model, self.plan)
         with entered(of_model(self.model, args, kwargs)):
             result = self.run(args, kwargs)
         self._open.begun(result)
-        self._held.check(held_bytes, self.plan)
         return result
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
@@ -262,10 +252,7 @@ class PlannedCalls(ABC):
             way, ranks = ("fsdp2", shards_of(self.model)) if ddp is None else ("ddp", ddp.ranks)
             training = replace(training, data_parallel=way, ranks=ranks) if ranks > 1 else training
         if ddp is not None:
-            gradients = Gradients(
-                are_in_buckets=ddp.finds_views,
-                go_into_buckets=ddp.has_views and ddp.sends,
-            )
+            gradients = Gradients(are_in_buckets=ddp.finds_views, go_into_buckets=ddp.has_views and ddp.sends)
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
         is_first = options.plan_collectively and not self.is_confirmed
         return replace(options, training=training, gradients=gradients, plan_collectively=is_first)

@@ -44,14 +44,6 @@ class Attempt(Generic[CodeT]):
     needed_bytes: int
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit of the graph's peak under which its code may keep the budget."""
-
-    graph_bytes: int
-    budget_bytes: int
-
-
 class DraftedBeforeError(Exception):
     """The next attempt was drafted before, or has no plan: the best known one is taken."""
 
@@ -64,8 +56,8 @@ class CodeSearch(Generic[CodeT]):
     """
 
     def __init__(self, tell: Callable[[str], None] = lambda line: None, *, must_match: bool = False) -> None:
-        self.limit: Limit | None = None
-        """Limit of the next attempt; None for the budget as asked."""
+        self.limit_bytes: int | None = None
+        """Limit of the graph's peak in the next attempt; None for the budget as asked."""
         self.best: Attempt[CodeT] | None = None
         """The fitting attempt with the least recompute."""
         self._tell, self._must_match = tell, must_match
@@ -98,15 +90,15 @@ class CodeSearch(Generic[CodeT]):
     def _planned(self, plan: Callable[..., PlannedStep], options: Options, reuse: Plan | None) -> PlannedStep:
         if self._must_match:
             return _given(plan, options, reuse)
-        if self.limit is None:
+        if self.limit_bytes is None:
             return plan(alone(options), reuse=reuse)
-        step = plan(replace(alone(options), budget=Budget(self.limit.graph_bytes)))
-        return replace(step, plan=replace(step.plan, budget_bytes=self.limit.budget_bytes))
+        step = plan(replace(alone(options), budget=Budget(self.limit_bytes)))
+        return replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
 
     def _refuse(self, error: NoPlanFitsError) -> None:
         if self.best is not None:
             raise DraftedBeforeError from error
-        if self.limit is None:
+        if self.limit_bytes is None:
             self._budget_bytes = int(error.report["budget_bytes"])
         static_bytes = sum(error.report["static_bytes"].values())
         lowest_bytes = error.minimum_feasible_peak_bytes
@@ -114,7 +106,7 @@ class CodeSearch(Generic[CodeT]):
             raise error
         if self._refused is not None:
             raise self._too_much(error.operation) from error
-        self._refused, self.limit = error, Limit(lowest_bytes, self._budget_bytes)
+        self._refused, self.limit_bytes = error, lowest_bytes
 
     def is_enough(self, made: Attempt[CodeT]) -> bool:
         """Record an attempt, and say whether it was the last.
@@ -138,7 +130,7 @@ class CodeSearch(Generic[CodeT]):
         is_lowest = self.best is None and self._refused is not None
         if self._must_match or is_lowest or self._is_good_enough() or self._attempts == ATTEMPTS:
             return True
-        self.limit = Limit(self._next_bytes(), self._budget_bytes)
+        self.limit_bytes = self._next_bytes()
         return False
 
     def found(self) -> Attempt[CodeT]:
@@ -168,7 +160,7 @@ class CodeSearch(Generic[CodeT]):
 
     def _too_much(self, operation: str) -> InfeasibleBudgetError:
         drafted = (code_bytes for _, code_bytes in (*self._fitting, *self._breaking))
-        lowest_bytes = min(drafted, default=self.limit.graph_bytes if self.limit is not None else 0)
+        lowest_bytes = min(drafted, default=self.limit_bytes or 0)
         return InfeasibleBudgetError(
             f"the code that Inductor writes for planned graphs holds {format_bytes(lowest_bytes)} at least, and "
             f"the budget is {format_bytes(self._budget_bytes)}: raise it, or choose runtime 'graph'",

@@ -38,14 +38,6 @@ class Program:
     def __init__(self, model: nn.Module, piece: Piece, settings: dict[str, Any], name: str) -> None:
         self.model, self.piece, self.settings, self.name = model, piece, settings, name
 
-    @classmethod
-    def seen(
-        cls, model: nn.Module, piece: Piece, options: Options, settings: dict[str, Any], name: str
-    ) -> Program | None:
-        """Return the program of a call, or None if nothing in it requires gradients."""
-        program = cls(model, piece, settings, name)
-        return program if program.look(options) else None
-
     def look(self, options: Options) -> bool:
         """Compute the program's lowest peak and its peak without recompute; False if nothing requires gradients."""
         if options.runtime.name == "inductor":

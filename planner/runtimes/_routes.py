@@ -1,9 +1,9 @@
 """Steps whose control flow differs between calls of equal inputs: dropped layers, experts, routing.
 
-A plan is made for recorded steps. Where a forward's control flow draws random numbers, several steps are recorded, and
-a module that any of them needs checkpointed is checkpointed in all. Every call is watched. One that calls modules more
-often than the recorded steps did, gives them larger inputs, or has a setting that was off (a dropout of probability 0)
-may break the budget: a warning says so, and the next call is planned for it too.
+A plan is made for a recorded step. Where a forward's control flow draws random numbers, several steps are recorded, and
+the plan is that of the largest. Every call is watched. One that calls modules more often than the recorded steps did,
+gives them larger inputs, or has a setting that was off (a dropout of probability 0) may break the budget: a warning
+says so, and the next call is planned for it too. What any of these plans checkpoints is checkpointed in all such calls.
 """
 
 from __future__ import annotations
@@ -45,14 +45,10 @@ class CallProfile:
     settings: set[str] = field(default_factory=set)
     """Names of float attributes of these modules that are not 0: a probability of 0 switches a module off."""
 
-    def covers(self, other: CallProfile) -> bool:
-        """Whether another step ran no more than this one."""
-        return other.calls <= self.calls and other.elements <= self.elements and other.settings <= self.settings
-
     def beyond(self, other: CallProfile) -> list[str]:
-        """Return the modules and settings in which this step goes beyond another."""
+        """Say in which modules and settings this step goes beyond another."""
         more = (self.calls - other.calls) | (self.elements - other.elements)
-        return [*more, *sorted(self.settings - other.settings)]
+        return [f"{name}: more than planned" for name in (*more, *sorted(self.settings - other.settings))]
 
     def note(self, name: str, module: nn.Module, given: object) -> None:
         """Note a call of a module."""
@@ -67,7 +63,7 @@ class CallProfile:
 
 
 class Routes:
-    """The recorded steps of one situation, their plans, and the modules checkpointed in all of them."""
+    """The recorded steps of one situation, and the modules checkpointed in all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -79,9 +75,12 @@ class Routes:
         """Random states at the start of a call that no plan covered, until it is planned."""
         self._misses = 0
         self._draws = False
+        self._varies = False
+        """Whether data decide what a recorded step runs."""
         self._covered: list[CallProfile] = []
-        self._studies: list[Study] = []
-        self.plans: list[Plan] = []
+        self._planned: list[Study] = []
+        self.in_force: Plan | None = None
+        """Of the plans of these steps, the one with the highest peak."""
         self.chosen: dict[str, Kept] = {}
         """The modules that are checkpointed in all these steps, and what each keeps."""
 
@@ -94,11 +93,8 @@ class Routes:
             if get_ident() == here:
                 self._begins(module, given)
 
-        hook = register_module_forward_pre_hook(begins)
-        try:
+        with register_module_forward_pre_hook(begins):
             yield
-        finally:
-            hook.remove()
 
     def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
@@ -113,46 +109,45 @@ class Routes:
             self._draws = self._begun != HostStates()
 
     def plan(self, record: Callable[[], Study], plan: Callable[[Study], Plan], keeps: Keeps) -> Plan:
-        """Record steps and plan them, the largest first; return the plan with the highest peak.
+        """Record steps and plan the largest; its modules join those that earlier ones need checkpointed.
 
-        ``keeps`` says whether a step keeps the budget with given modules checkpointed. A warning names steps that the
-        choice does not fit; InfeasibleBudgetError if it fits none.
+        ``keeps`` says whether a step keeps the budget with given modules checkpointed. Raises InfeasibleBudgetError if
+        the first plan does not fit; if a later one does not, or they do not go together, a warning says so.
         """
-        refused: list[str] = []
-        infeasible: InfeasibleBudgetError | None = None
-        for course, study in sorted(self._recorded(record), key=lambda each: -each[1].whole_bytes):
-            self._covered.append(course)
-            self._studies.append(study)
-            if self.plans and keeps(study, self.chosen):
-                continue
-            try:
-                made = plan(study)
-            except InfeasibleBudgetError as error:
-                infeasible = error
-                refused.append(str(error))
-                continue
-            together = outermost({**{name: made.kept.get(name, {}) for name in modules_of(made)}, **self.chosen})
-            if not self.plans or all(keeps(other, together) for other in self._studies):
-                self.chosen = together
-            else:
-                refused.append("the modules that one needs checkpointed break another")
-            self.plans.append(made)
+        recorded = [*self._recorded(record)]
         self._missed = None
-        if infeasible is not None and not self.plans:
-            raise infeasible
-        for why in refused:
-            warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=5)
-        return max(self.plans, key=lambda plan: plan.peak_bytes)
+        self._covered += [course for course, _ in recorded]
+        largest = max((study for _, study in recorded), key=lambda study: study.whole_bytes)
+        self._varies |= largest.varies
+        try:
+            made = plan(largest)
+        except InfeasibleBudgetError as error:
+            if self.in_force is None:
+                raise
+            self._refuse(str(error))
+            return self.in_force
+        together = outermost({**{name: made.kept.get(name, {}) for name in modules_of(made)}, **self.chosen})
+        self._planned.append(largest)
+        if self.in_force is None or all(keeps(study, together) for study in self._planned):
+            self.chosen = together
+        else:
+            self._refuse("the modules that one needs checkpointed break another")
+        if self.in_force is None or made.peak_bytes > self.in_force.peak_bytes:
+            self.in_force = made
+        return self.in_force
+
+    def _refuse(self, why: str) -> None:
+        warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=6)
 
     def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[CallProfile, Study]]:
-        """Record steps of other control flow: the one that no plan covered, or several with other random states."""
-        seen = [*self._covered]
+        """Record the step that no plan covered, or several with other random states, which run other modules."""
+        seen: list[CallProfile] = []
         with random_states_kept():
             if self._missed is not None:
                 self._missed.restore()
             for number in range(TRIES):
                 try:
-                    with self.watched(), _hook_at_the_end(self._ends):
+                    with self.watched(), register_module_forward_hook(self._ends):
                         study = record()
                 except CaptureError:
                     if number == 0:
@@ -160,7 +155,7 @@ class Routes:
                     continue  # a step that trains nothing, say, because it drops every layer
                 finally:
                     seed_all(number)
-                if not any(course.covers(self._course) for course in seen):
+                if all(self._course.beyond(course) for course in seen):
                     seen.append(self._course)
                     yield seen[-1], study
                 # What data decides is not tried: other random numbers would not show it.
@@ -173,42 +168,28 @@ class Routes:
         ``are_shared``: other ranks must plan together with this one, which they do not if only this rank's data
         differed.
         """
-        if self._misses == TRIES or any(course.covers(self._course) for course in self._covered):
+        if self._misses == TRIES:
             return False
-        is_last = are_shared and any(study.varies for study in self._studies)
+        more = min((self._course.beyond(course) for course in self._covered), key=len)
+        if not more:
+            return False
+        is_last = are_shared and self._varies
         self._misses = TRIES if is_last else self._misses + 1
         self._missed = self._begun
-        differs, more = self._difference()
-        then = "the next is planned for such steps too" if self._misses < TRIES else "others may too, unplanned"
-        warnings.warn(
-            f"{type(self._model).__name__} {differs} in this step than in those that it was planned for "
-            f"({', '.join(more[:3])}{', ...' if len(more) > 3 else ''}): it may break the budget, and {then}",
-            stacklevel=5,
-        )
+        warn_of_another(self._model, more, is_planned=self._misses < TRIES)
         return not is_last
 
-    def _difference(self) -> tuple[str, list[str]]:
-        now = self._course
-        often = Counter({name: max(course.calls[name] for course in self._covered) for name in now.calls})
-        if more := [*(now.calls - often)]:
-            return "runs other modules", more
-        much = Counter({name: max(course.elements[name] for course in self._covered) for name in now.elements})
-        if more := [*(now.elements - much)]:
-            return "gives modules more", more
-        if more := sorted(now.settings.difference(*(course.settings for course in self._covered))):
-            return "has other settings", more
-        return "runs other modules", [*now.calls]
+
+def warn_of_another(model: nn.Module, differs: Sequence[str], *, is_planned: bool = True) -> None:
+    """Warn that a step is another than the one that was planned."""
+    then = "the next is planned for such steps too" if is_planned else "others may too, unplanned"
+    warnings.warn(
+        f"{type(model).__name__} does not run as planned for ({'; '.join(differs[:3])}"
+        f"{'; ...' if len(differs) > 3 else ''}): this step may break the budget, and {then}",
+        stacklevel=6,
+    )
 
 
 def outermost(chosen: Mapping[str, Kept]) -> dict[str, Kept]:
     """Drop modules inside other chosen modules: a checkpointed module is recomputed as a whole."""
     return {n: kept for n, kept in chosen.items() if not any(is_within(n, other) for other in chosen if other != n)}
-
-
-@contextmanager
-def _hook_at_the_end(hook: Callable[[nn.Module, object, object], None]) -> Iterator[None]:
-    handle = register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

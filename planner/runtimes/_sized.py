@@ -23,7 +23,6 @@ from planner.capture.torch_internals import boxed
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import weakly
-from planner.runtimes._shapes import InputSizes, sizes_of
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import PlannedStep
 
@@ -77,19 +76,14 @@ class SizedGraph:
         return run
 
 
-def sized(halves: Sequence[fx.GraphModule]) -> tuple[SizedGraph, SizedGraph]:
-    """Return forward and backward graphs that serve many sizes."""
-    forward, backward = halves
-    return SizedGraph.of(forward), SizedGraph.of(backward)
-
-
 Code = tuple[SizedGraph, SizedGraph]
+"""Forward and backward graphs that serve many sizes."""
 
 
 class SizedPrograms:
     """Programs of one symbolic joint graph; ``plan`` plans a specialized graph, ``follow`` a size by the formula.
 
-    Every call asks ``may_be_better`` whether to replan its size, and then tells ``entered`` the plan in force.
+    Every call tells ``entered`` the plan in force.
     """
 
     def __init__(
@@ -98,14 +92,10 @@ class SizedPrograms:
         plan: Callable[[JointGraph], PlannedStep],
         follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
         entered: Callable[[Plan], None],
-        may_be_better: Callable[[InputSizes, Plan], bool],
     ) -> None:
-        self._model, self._plan, self._follow = model, plan, follow
-        self._entered, self._may_be_better = entered, may_be_better
+        self._model, self._plan, self._follow, self._entered = model, plan, follow, entered
         self._formula: SizedStep | None = None
         self._is_confirmed = False
-        self._unknown: set[InputSizes] = set()
-        """Sizes for which the formula does not say what a kernel needs."""
         self._code: dict[Any, Code] = {}
         """Code of the formula, by schedule and by what is written over inputs."""
 
@@ -119,15 +109,7 @@ class SizedPrograms:
         else:
             assert self._formula is not None
             code = self._code_for(self._formula, planned)
-        again = None
-        if self._formula is not None:
-            again = weakly(self._looks_again, sizes_of(self._formula.inputs(given)), planned.plan)
-        return _bound(code, weakly(self._entered, planned.plan), again, joint, given)
-
-    def _looks_again(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether to replan a size; one without a formula keeps its plan."""
-        has_formula = self._formula is not None and self._is_confirmed
-        return has_formula and sizes not in self._unknown and self._may_be_better(sizes, plan)
+        return _bound(code, weakly(self._entered, planned.plan), joint, given)
 
     def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
         if self._formula is None or not self._is_confirmed:
@@ -135,7 +117,6 @@ class SizedPrograms:
         try:
             return self._follow(self._formula, given, sizes)
         except UnknownSizeError:
-            self._unknown.add(sizes_of(self._formula.inputs(given)))
             return None
 
     def _confirmed(self, planned: PlannedStep, given: Sequence[Any], sizes: Sizes) -> Code:
@@ -158,17 +139,11 @@ class SizedPrograms:
         return self._code[run]
 
 
-def _bound(
-    code: Code,
-    entered: Callable[[], None],
-    may_be_better: Callable[[], bool | None] | None,
-    joint: JointGraph,
-    given: Sequence[Any],
-) -> Program:
+def _bound(code: Code, entered: Callable[[], None], joint: JointGraph, given: Sequence[Any]) -> Program:
     """Return code bound to the numbers of one size."""
     sizes = Sizes(joint, given)
     forward, backward = (half.at(sizes) for half in code)
-    return Program(forward, backward, entered, partial(_bound, code, entered, may_be_better, joint), may_be_better)
+    return Program(forward, backward, entered, partial(_bound, code, entered, joint))
 
 
 def _run_by(planned: PlannedStep) -> Any:
@@ -176,4 +151,5 @@ def _run_by(planned: PlannedStep) -> Any:
 
 
 def _written(step: SizedStep, planned: PlannedStep) -> Code:
-    return sized(extract_fwd_bwd(step.step.lowered, planned.schedule, planned.over))
+    forward, backward = extract_fwd_bwd(step.step.lowered, planned.schedule, planned.over)
+    return SizedGraph.of(forward), SizedGraph.of(backward)

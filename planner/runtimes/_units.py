@@ -17,12 +17,7 @@ from planner.capture.blocks.regions import AS_BLOCK, Block, Lower, placeholders_
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures
-from planner.capture.fsdp_internals import (
-    ShardedUnit,
-    settings_of,
-    types_of_shares,
-    units_beside,
-)
+from planner.capture.fsdp_internals import ShardedUnit, settings_of, types_of_shares, units_beside
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
@@ -43,13 +38,7 @@ from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._gradients import watched
-from planner.session.step import (
-    LoweredStep,
-    Options,
-    context_of,
-    plan_lowered,
-    static_memory_of,
-)
+from planner.session.step import LoweredStep, Options, context_of, plan_lowered, static_memory_of
 
 SHARDING = "sharding"
 """Key of a plan's fingerprint: how the model is sharded, if not by default."""
@@ -251,12 +240,7 @@ class PlannedUnit:
         self.peaks_bytes: list[int] = []
         """Peaks of the graphs that were captured of it."""
         self.call = IsolatedCall(
-            block,
-            block.forward,
-            self._partition,
-            finish=watched,
-            compiler=self.compiler,
-            **AS_BLOCK,
+            block, block.forward, self._partition, finish=watched, compiler=self.compiler, **AS_BLOCK
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

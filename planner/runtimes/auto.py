@@ -1,9 +1,9 @@
-"""Runtime ``auto``: tries pairs of granularity and code generator in order, and keeps the reason of each refusal."""
+"""Runtime ``auto``: tries other runtimes in order, and keeps the reason of each refusal."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,27 +15,12 @@ from planner.capture.inputs import Inputs
 from planner.capture.model_facts import ModelFacts, of_model
 from planner.capture.torch_internals import entered
 from planner.common.units import format_seconds
-from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
+from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes import PlannedModel, Prepare
 from planner.runtimes._calls import RuntimeOfCalls, situation_of
 from planner.session.step import Options
-
-WHOLE, BLOCKS, PARTS, MODULES = "whole", "blocks", "parts", "modules"
-"""Granularities: the model as one graph, each repeated block, the largest modules that can be captured, or no graph."""
-EAGER, INDUCTOR = "eager kernels", "Inductor"
-"""Code generators: what makes code of a planned graph."""
-
-NAMES = {
-    (WHOLE, EAGER): "graph",
-    (WHOLE, INDUCTOR): "inductor",
-    (BLOCKS, EAGER): "regional",
-    (BLOCKS, INDUCTOR): "inductor_blocks",
-    (PARTS, EAGER): "parts",
-    (MODULES, EAGER): "modules",
-}
-"""The runtime of each granularity and code generator."""
 
 _RULE = "runtime"
 _ANY_SOLVER = "auto"
@@ -43,18 +28,18 @@ _CHOOSES = {"parts": "inside of captured modules only", "modules": "among module
 
 
 def candidates(facts: ModelFacts) -> list[str]:
-    """Return the runtimes to try, in order.
+    """Return the runtimes to try, in order: the whole model, the largest modules that can be captured, or no graph.
 
     With several ranks there is one candidate: gradients must be sent during the backward, and all ranks must do the
     same, so a failure on one rank is an error. It is ``modules`` if ranks share layers (``parallelize_module``) or
     parts of a block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in
     torchtitan, and else ``regional``.
     """
-    pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
-    if facts.has_several_ranks or facts.is_sharded:
-        shares = facts.shares_layers or facts.sharded_inside
-        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if facts.compiled_parts else EAGER)]
-    return [NAMES[pair] for pair in pairs]
+    if not (facts.has_several_ranks or facts.is_sharded):
+        return ["graph", "parts", "modules"]
+    if facts.shares_layers or facts.sharded_inside:
+        return ["modules"]
+    return ["inductor_blocks" if facts.compiled_parts else "regional"]
 
 
 def choose(model: nn.Module) -> str:
@@ -84,12 +69,15 @@ Tried = list[Plan | Refusal]
 """Outcomes of the candidates so far, in order."""
 
 
-def attempted(name: str, plan_with: Callable[[str], Plan]) -> Plan | Refusal:
-    """Plan with one runtime."""
-    try:
-        return plan_with(name)
-    except PlannerError as error:
-        return Refusal(name, error)
+def try_each(names: Sequence[str], tried: Tried, options: Options, plan_with: Callable[[str], Plan]) -> Plan | None:
+    """Plan with those runtimes that may improve on what was tried, and return the cheapest plan, if any."""
+    for name in names:
+        if may_improve(name, tried, options):
+            try:
+                tried.append(plan_with(name))
+            except PlannerError as error:
+                tried.append(Refusal(name, error))
+    return cheapest(tried)
 
 
 def may_improve(name: str, tried: Tried, options: Options) -> bool:
@@ -134,7 +122,7 @@ def explained(plan: Plan, tried: Tried, options: Options) -> Plan:
         return _with(plan, [_cheaper_eager(plan, f"takes {format_seconds(first.step_seconds)}")])
     if first.does_not_fit:
         return _with(plan, [_cheaper_eager(plan, "does not fit")])
-    return _with(plan, [_said(first, options, plan.runtime), *_further(tried[1:])])
+    return _with(plan, [_said(first, options, plan.runtime)])
 
 
 def _said(first: Refusal, options: Options, taken: str) -> Finding:
@@ -149,19 +137,6 @@ def _said(first: Refusal, options: Options, taken: str) -> Finding:
         cause=f"planned for the runtime {instead}, which can choose {_CHOOSES[taken]}{ignored}",
         fix="remove what stops the capture, and plans are finer",
     )
-
-
-def _further(tried: Sequence[Plan | Refusal]) -> Iterator[Finding]:
-    """Say why candidates after the first were refused."""
-    for one in tried:
-        if isinstance(one, Refusal):
-            yield Finding(
-                rule=_RULE,
-                severity=Severity.NOTE,
-                evidence=str(one.error),
-                cause=f"the runtime {one.runtime!r} was tried before, and refused",
-                fix="nothing",
-            )
 
 
 def _cheaper_eager(plan: Plan, captured: str) -> Finding:
@@ -242,19 +217,9 @@ class AutoRuntime:
     def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Switch to another candidate, if one can run the model."""
         tried: Tried = [refusal]
-        other = self._started(tried, others, Inputs(args, kwargs))
+        other = self._started(refusal, tried, others, Inputs(args, kwargs))
         try:
             result = other(*args, **kwargs)
-        except PlannerError as error:
-            other.stop()
-            last = Refusal("modules", error)
-            if not last.does_not_fit and not last.is_of_capture:
-                raise
-            tried.append(last)
-            failed = reason(tried)
-            if failed is not refusal.error:
-                _said(refusal, self._options, "modules")
-            raise failed from None
         except BaseException:
             other.stop()
             raise
@@ -267,8 +232,8 @@ class AutoRuntime:
             _said(refusal, self._options, "modules")
         return result
 
-    def _started(self, tried: Tried, others: Sequence[str], inputs: Inputs) -> PlannedModel:
-        """Plan with the other candidates and start the cheapest; if none fits, ``modules``, which raises the error."""
+    def _started(self, refusal: Refusal, tried: Tried, others: Sequence[str], inputs: Inputs) -> PlannedModel:
+        """Plan with the other candidates and start the cheapest."""
         options = self._prepare(inputs) if self._prepare is not None else self._options
         parts: Any = self._start("parts", None)
 
@@ -279,15 +244,26 @@ class AutoRuntime:
             return runtimes.get(name).plan(self._model, inputs, _for(name, options))
 
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
-            for name in others:
-                if may_improve(name, tried, options):
-                    tried.append(attempted(name, plan_with))
-        plan = cheapest(tried)
+            plan = try_each(others, tried, options, plan_with)
         if plan is not None and plan.runtime == "parts":
             running: PlannedModel = parts
             return running
         parts.stop()
+        if plan is None:
+            self._refuse(refusal, tried)
         return self._start("modules", plan)
+
+    def _refuse(self, refusal: Refusal, tried: Tried) -> None:
+        """Raise why there is no plan, unless ``modules`` runs the call as it is, or raises its own error."""
+        last = tried[-1]
+        if isinstance(last, Plan) or isinstance(last.error, (ForwardError, NoBackwardError)):
+            return
+        if not last.does_not_fit and not last.is_of_capture:
+            raise last.error
+        failed = reason(tried)
+        if failed is not refusal.error:
+            _said(refusal, self._options, "modules")
+        raise failed from None
 
     def _run_instead(self, refusal: Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that cannot be captured in the middle of training under ``modules``, within the budget."""
@@ -326,20 +302,14 @@ class _Auto(RuntimeOfCalls):
     summary = "graph; parts or modules where the model cannot be captured; regional with several ranks"
     runs_sharded = True
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         def plan_with(name: str) -> Plan:
-            chosen = runtimes.get(name)
-            return chosen.plan(model, inputs, _for(name, options), reuse=reuse, must_match=must_match)
+            return runtimes.get(name).plan(model, inputs, _for(name, options), **known)
 
-        if reuse is not None:
+        if (reuse := known.get("reuse")) is not None:
             return plan_with(reuse.runtime)
         tried: Tried = []
-        for name in candidates(ModelFacts.of(model, *inputs.args)):
-            if may_improve(name, tried, options):
-                tried.append(attempted(name, plan_with))
-        plan = cheapest(tried)
+        plan = try_each(candidates(ModelFacts.of(model, *inputs.args)), tried, options, plan_with)
         if plan is None:
             raise reason(tried)
         return explained(plan, tried, options)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 
 from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
-from planner.capture.inputs import Inputs, Varying, check_plannable
+from planner.capture.inputs import Inputs, Varying, check_plannable, varying_dimensions
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs, loss_outputs
 from planner.capture.model_facts import is_sharded
@@ -27,29 +29,25 @@ from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
     call_implementation,
+    dynamic_dimensions,
+    is_marked_dynamic,
     varying_numbers,
     with_symbolic_sizes,
     without_dynamic_marks,
 )
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
+from planner.plans.reuse import is_reused
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
-from planner.runtimes._gradients import LateGradients, watch_backward
-from planner.runtimes._shapes import (
-    CallsSeen,
-    InputSizes,
-    PlansBySize,
-    elements,
-    marked,
-    planning_seconds,
-    sizes_of,
-)
+from planner.runtimes._gradients import refusing_gradients, watch_backward
 from planner.runtimes._sized import SizedPrograms
 from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
 from planner.session.step_planning import plan_step
+
+Made = TypeVar("Made", Plan, PlannedStep)
 
 _log = logging.getLogger("planner")
 
@@ -58,6 +56,66 @@ _OFTEN = 8
 
 _ENOUGH = 0.002
 """Gap to the bound, as a share of the step, at which planning of later sizes stops: training waits for it."""
+
+
+InputSizes = tuple[tuple[int, ...], ...]
+
+_ANY: InputSizes = ((-1,),)
+"""Placeholder for unknown sizes."""
+
+_NEAR = 0.7
+"""Share of a larger size's elements from which inputs reuse its plan: a search for each size would make training wait,
+and with no plans of their own small sizes would recompute in vain."""
+
+
+class PlansBySize:
+    """The plans of one wrapped model, by the input sizes that they were solved for.
+
+    A plan that keeps the budget for large inputs nearly always keeps it for smaller ones. So new sizes first try the
+    plan of the nearest larger sizes (by number of elements): of the plans that fit, it recomputes least. A given plan,
+    whose sizes are unknown, is tried if there is no larger one.
+    """
+
+    def __init__(self, given: Plan | None = None, *, is_kept: bool = False) -> None:
+        self._is_kept = is_kept
+        """Whether smaller sizes must run the given plan too."""
+        self._plans: dict[InputSizes, Plan] = {_ANY: given} if given is not None else {}
+        self.largest: float = math.inf if given is not None else 0
+        """The largest number of elements that there is a plan for."""
+
+    def nearest(self, sizes: InputSizes) -> Plan | None:
+        """Return the plan of the nearest size that is not smaller, else of the largest."""
+        nearest = self._nearest(sizes)
+        return None if nearest is None else self._plans[nearest]
+
+    def near(self, sizes: InputSizes) -> Plan | None:
+        """Return that plan if it is for sizes that are little larger, or unknown; else None."""
+        nearest = self._nearest(sizes)
+        is_far = nearest not in (None, _ANY) and elements(sizes) < _NEAR * elements(nearest)
+        return None if is_far and not self._is_kept else self.nearest(sizes)
+
+    def _nearest(self, sizes: InputSizes) -> InputSizes | None:
+        if sizes in self._plans:
+            return sizes
+        least = elements(sizes)
+        above = [known for known in reversed(self._plans) if elements(known) >= least]
+        return min(above, key=elements) if above else max(self._plans, key=elements, default=None)
+
+    def add(self, sizes: InputSizes, plan: Plan) -> None:
+        """Store a plan, unless it is that of sizes that are little larger."""
+        self.largest = max(self.largest, elements(sizes))
+        if not is_reused(plan) or self.near(sizes) is None:
+            self._plans[sizes] = plan
+
+
+def sizes_of(tensors: Iterable[torch.Tensor]) -> InputSizes:
+    """Return the sizes of inputs."""
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def elements(sizes: InputSizes) -> float:
+    """Return the total number of elements."""
+    return math.inf if sizes == _ANY else sum(map(math.prod, sizes))
 
 
 class GraphRuntime(PlannedCalls):
@@ -79,7 +137,8 @@ class GraphRuntime(PlannedCalls):
         self._graphs = 0
         self.compiler = compiler
         self._completed_for: Any = None
-        self._calls_seen = CallsSeen()
+        self._sizes: list[list[torch.Size]] = []
+        """Sizes of calls that ran: a dimension seen in two sizes is captured as a symbol from then on."""
         self._may_vary = compiler is aot_backend
         """Whether varying sizes are captured as symbols."""
         self._numbers: dict[str, float] = {}
@@ -133,31 +192,43 @@ class GraphRuntime(PlannedCalls):
     def _captured(self, inputs: Inputs) -> Any:
         """Capture, plan and run a new kind of call."""
         check_plannable(self.model, inputs)
+        if self._graphs >= self.options.runtime.maximum_shapes:
+            raise RuntimeUnsupportedError(
+                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
+                f"own{self._what_changes(inputs)}. Pass a tensor in place of a number that changes, pad or bucket "
+                "inputs whose sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
+            )
         if self._in_a_row == _OFTEN:
-            self._say_what_changes(inputs)
+            warnings.warn(
+                f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
+                f"{self._what_changes(inputs)}. What its forward looks at must be alike in most calls; "
+                "runtime='modules' captures nothing",
+                stacklevel=8,
+            )
         self._in_a_row += 1
         self._complete_for(inputs)
-        varying_sizes = self._calls_seen.varying(inputs)
-        symbolic = varying_sizes if self._may_vary else []
+        symbolic = self._varying(inputs) if self._may_vary else []
         graphs = self._graphs
         changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
         shown = log_progress(type(self.model).__name__, "captured")
         with shown as done, without_dynamic_marks(marked(inputs)), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
-            self._calls_seen.ran(inputs)
+            sizes = [tensor.shape for tensor in inputs.tensors()]
+            if sizes not in self._sizes:
+                self._sizes.append(sizes)
             if self._graphs != graphs:
                 done(self._why(symbolic), self.plan)
             return result
 
-    def _say_what_changes(self, inputs: Inputs) -> None:
+    def _varying(self, inputs: Inputs) -> list[Varying]:
+        """Return the inputs with dimensions that vary, or are marked."""
+        of_marks = ((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))
+        return [*varying_dimensions(inputs, self._sizes), *of_marks]
+
+    def _what_changes(self, inputs: Inputs) -> str:
         found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
         what = next(filter(None, found), "")
-        warnings.warn(
-            f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
-            f"{f': it is no longer so that {what}' if what else ''}. What its forward looks at must be alike in most "
-            "calls; runtime='modules' captures nothing",
-            stacklevel=9,
-        )
+        return f": it is no longer so that {what}" if what else ""
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
         """Capture under the first pair of calls whose branches hold for these inputs, or under a new pair."""
@@ -193,9 +264,8 @@ class GraphRuntime(PlannedCalls):
         self._may_vary = self._may_vary and not fails  # it is the symbols that cannot be captured
         return result
 
-    def _complete_for(self, inputs: Inputs) -> None:
-        situation = situation_of(self.model, inputs)
-        if situation != self._completed_for:
+    def _complete_for(self, inputs: Inputs | None) -> None:
+        if inputs is not None and (situation := situation_of(self.model, inputs)) != self._completed_for:
             self.complete_options(inputs)
             self._completed_for = situation
 
@@ -224,19 +294,12 @@ class GraphRuntime(PlannedCalls):
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         """Return the program for one size of a symbolic capture."""
         if joint.graph not in self._sized:
-            self._sized[joint.graph] = SizedPrograms(
-                self.model,
-                self._at_new_sizes,
-                self._followed,
-                self._enter,
-                self._may_be_better,
-            )
+            self._sized[joint.graph] = SizedPrograms(self.model, self._at_new_sizes, self._followed, self._use)
         with one_at_a_time:
             return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
-        if self._inputs is not None:
-            self._complete_for(self._inputs)
+        self._complete_for(self._inputs)
         return self._plain(joint)
 
     def _plain(self, joint: JointGraph) -> PlannedStep:
@@ -246,11 +309,11 @@ class GraphRuntime(PlannedCalls):
         return step
 
     def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
-        if not self._follows_sizes:
+        if self.options.loss is not None or self.options.runtime.chunk != 1:
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
-        if elements(input_sizes) > self._plans.largest and self._recorded() is not None and self._inputs is not None:
+        if elements(input_sizes) > self._plans.largest and isinstance(self.options.eager, Study):
             self._complete_for(self._inputs)  # a percentage of more than before: eager's step is recorded anew
             eager = eager_step(self.options.eager)
         step = formula.planned(given, sizes, eager, partial(self._planned_at, input_sizes))
@@ -258,36 +321,25 @@ class GraphRuntime(PlannedCalls):
         return step
 
     def _planned_at(self, sizes: InputSizes, study: Study) -> Plan:
-        """Reuse a plan for these sizes, or plan again if none fits or replanning is due."""
         options = replace(self.options, search=replace(self.options.search, enough=_ENOUGH))
-        plan = plan_study(study, options, reuse=self._plans.nearest(sizes))
-        is_due = self._plans.is_due(plan)
-        if is_due:
-            self._plans.looked()
-            plan = _own_or(plan, study, options)
-        self._plans.add(sizes, plan, is_settled=is_due)
+        plan = self._reusing(sizes, partial(plan_study, study, options))
+        self._plans.add(sizes, plan)
         return plan
 
-    def _may_be_better(self, sizes: InputSizes, plan: Plan) -> bool:
-        """Whether these sizes may deserve a plan of their own."""
-        return self._follows_sizes and self._plans.may_be_better(sizes, plan)
-
-    @property
-    def _follows_sizes(self) -> bool:
-        """Whether a step's memory follows from the sizes of the program's inputs."""
-        return self.options.loss is None and self.options.runtime.chunk == 1
-
-    def _recorded(self) -> Study | None:
-        return self.options.eager if isinstance(self.options.eager, Study) else None
-
-    def _enter(self, plan: Plan) -> None:
-        self.plan = plan
-        self._plans.paid(plan)
+    def _reusing(self, sizes: InputSizes, plan: Callable[..., Made]) -> Made:
+        """Call ``plan`` with a plan to reuse: of sizes that are little larger, or any other if it finds none."""
+        near, nearest = self._plans.near(sizes), self._plans.nearest(sizes)
+        if near is not None or nearest is None:
+            return plan(reuse=near)
+        try:
+            return plan()
+        except InfeasibleBudgetError:
+            return plan(reuse=nearest)
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; the first must match a given plan."""
-        reuse = self._plans.nearest(self._input_sizes(joint))
-        return plan_step(self.model, joint, self.options, reuse=reuse, must_match=self.must_match)
+        plan = partial(plan_step, self.model, joint, self.options, must_match=self.must_match)
+        return self._reusing(self._input_sizes(joint), plan)
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
         self.put_in_force(step.plan)
@@ -297,13 +349,6 @@ class GraphRuntime(PlannedCalls):
         return sizes_of(called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
-        if self._graphs == self.options.runtime.maximum_shapes:
-            changed = self._calls_seen.changed(self._inputs) if self._inputs is not None else ""
-            raise RuntimeUnsupportedError(
-                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
-                f"own{f': {changed}' if changed else ''}. Pass a tensor in place of a number that changes, pad or "
-                "bucket inputs whose sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
-            )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:
             return loss_outputs(graph_module, self.options.loss)
@@ -317,24 +362,20 @@ class GraphRuntime(PlannedCalls):
         joint: JointGraph | None,
     ) -> Callable[..., Any]:
         others = [p for p in differentiable_outputs(graph_module) if p not in differentiable]
-
         self._graphs += 1
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
-        plan = None if joint.varies else self.plan
-        late = None
         reach = reach_of(joint)
-        if others:
-            late = LateGradients(graph_module, joint, others, weakly(self._expect, sorted([*differentiable, *others])))
-        put_in_force = weakly(self._use, plan)
+        put_in_force = weakly(self._use, None if joint.varies else self.plan)
+        expect_all = weakly(self._expect, sorted([*differentiable, *others]))
 
         def finished(*inputs: Any) -> Any:
-            before = late.state() if late else None
             outputs = list(run(*inputs))
             put_in_force()
             watch_backward([outputs[p] for p in differentiable], reach)
-            if late is not None:
-                for position, output in zip(others, late.attach(before, inputs, outputs), strict=True):
+            if others:
+                unexpected = refusing_gradients([outputs[p] for p in others], inputs, expect_all)
+                for position, output in zip(others, unexpected, strict=True):
                     outputs[position] = output
             return outputs
 
@@ -350,14 +391,9 @@ class GraphRuntime(PlannedCalls):
         self._new_calls()
 
 
-def _own_or(taken: Plan, study: Study, options: Options) -> Plan:
-    """Search for a plan, and return the cheaper of it and the reused one."""
-    limit_seconds = min(options.search.time_limit_seconds, planning_seconds(taken))
-    options = replace(options, search=replace(options.search, time_limit_seconds=limit_seconds))
-    try:
-        return min(plan_study(study, options), taken, key=lambda plan: plan.added_seconds)
-    except InfeasibleBudgetError:  # none was found in so little time
-        return taken
+def marked(inputs: Inputs) -> list[torch.Tensor]:
+    """Return the inputs marked by ``mark_dynamic`` or a relative of it."""
+    return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
 
 
 class _Graph(RuntimeOfCalls):
@@ -365,12 +401,10 @@ class _Graph(RuntimeOfCalls):
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         check_plannable(model, inputs)
         joint = captured(model, inputs, options)
-        return plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
+        return plan_step(model, joint, options, **known).plan
 
 
 RUNTIME = _Graph()

@@ -66,7 +66,7 @@ class InductorRuntime(GraphRuntime):
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph, for less than the budget if its code needs more than the graph."""
-        reuse = self.plan if self.must_match else self._plans.nearest(self._input_sizes(joint))
+        reuse = self.plan if self.must_match else self._plans.near(self._input_sizes(joint))
         self.step = self._search.plan(partial(plan_step, self.model, joint, known=self.step), self.options, reuse)
         return self.step
 

@@ -37,15 +37,7 @@ from planner.plans.plan import Plan
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
-from planner.runtimes._units import (
-    BLOCK_BYTES,
-    PlannedUnit,
-    Step,
-    bytes_alone,
-    decisions_on,
-    lowering,
-    part_of,
-)
+from planner.runtimes._units import BLOCK_BYTES, PlannedUnit, Step, bytes_alone, decisions_on, lowering, part_of
 from planner.runtimes.inductor import Compiles, check_can_compile
 from planner.runtimes.regional import Regional
 from planner.session.step import Options, PlannedStep, plan_lowered, study_lowered
@@ -154,16 +146,13 @@ class _InductorBlocks(Compiles, Regional):
         """Return a backend that captures a block as the graph that Inductor compiles."""
         return partial(draft_with_inductor, partition)
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         check_can_compile(model, options)
-        return super().plan(model, inputs, options, reuse=reuse, must_match=must_match)
+        return super().plan(model, inputs, options, **known)
 
-    def plan_units(
-        self, model: nn.Module, step: Step, options: Options, *, reuse: Plan | None, must_match: bool
-    ) -> Plan:
+    def plan_units(self, model: nn.Module, step: Step, options: Options, **known: Any) -> Plan:
         """Plan a step by the peaks of its blocks' code."""
+        reuse, must_match = known.get("reuse"), known.get("must_match", False)
         code = _Code(model, step, options)
         study = study_lowered(model, step.lowered, options)
 

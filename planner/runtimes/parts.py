@@ -41,7 +41,7 @@ from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls
-from planner.runtimes._routes import TRIES, CallProfile
+from planner.runtimes._routes import TRIES, CallProfile, warn_of_another
 from planner.runtimes._units import PlannedUnit, PlannedUnits, installed, lower_around, lowering
 from planner.session.eager_study import recorded_for_real
 from planner.session.step import Options, elsewhere_for, study_lowered
@@ -116,12 +116,7 @@ class PartsRuntime(CallsInSituations):
         self._eager.update(unlike)
         self._misses += bool(more)
         self._missed = begun if more else None
-        said = [f"{path} {why}" for path, why in unlike.items()] + [f"{name}: more than planned" for name in more]
-        warnings.warn(
-            f"{type(self.model).__name__} does not run as planned for ({'; '.join(said[:3])}"
-            f"{'; ...' if len(said) > 3 else ''}): this step may break the budget, and the next is planned anew",
-            stacklevel=5,
-        )
+        warn_of_another(self.model, [*(f"{path} {why}" for path, why in unlike.items()), *more])
         self._before[situation] = self._decided.pop(situation)
 
 
@@ -169,13 +164,12 @@ class _PlannedPart(PlannedUnit):
             unlike[self.path] = "is called more than once"
             return self._forward(*args, **kwargs)
         self._parts.ran.add(self.path)
-        given = _as_planned(Inputs(args, kwargs), self._parts.given[self.path])
-        if given is None:
+        if _described(Inputs(args, kwargs)) != self._parts.given[self.path]:
             unlike[self.path] = "is given other sizes, types or numbers"
         else:
             try:
                 with explain_failures(self._block):
-                    return super().__call__(*given.args, **given.kwargs)
+                    return super().__call__(*args, **kwargs)
             except ForwardError:
                 raise
             except (CaptureError, PlanMismatchError) as error:  # raised before anything has run
@@ -225,11 +219,7 @@ def plan_parts(
     )
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
     plan = replace(step, lowered=lowered).plan(model, options, study=study, reuse=reuse, must_match=must_match)
-    return PartsPlan(
-        plan,
-        _course(model, seen),
-        {path: _described(seen[path][0].inputs) for path in blocks},
-    )
+    return PartsPlan(plan, _course(model, seen), {path: _described(seen[path][0].inputs) for path in blocks})
 
 
 def _followed(
@@ -307,31 +297,6 @@ def _described(inputs: Inputs) -> Any:
     ]
 
 
-def _as_planned(inputs: Inputs, planned: Sequence[Any]) -> Inputs | None:
-    """Return a module's inputs in the planned form, or None if they differ.
-
-    If modules before it were skipped, an input may not require gradients where the plan has one; that gradient is then
-    discarded.
-    """
-    if _described(inputs) == planned:
-        return inputs
-    wanted = iter([one[2] for one in planned if isinstance(one, tuple)])
-    with_gradients = inputs.map_tensors(lambda tensor: _with_gradient(tensor) if next(wanted, False) else tensor)
-    return with_gradients if _described(with_gradients) == planned else None
-
-
-def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.requires_grad or not tensor.is_floating_point():
-        return tensor
-    leaf = tensor.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(_let_go)
-    return leaf
-
-
-def _let_go(leaf: torch.Tensor) -> None:
-    leaf.grad = None
-
-
 def _has_choice(block: Block) -> bool:
     """Whether a captured module saves anything that could be recomputed."""
     graph = block.lowered.graph
@@ -371,10 +336,8 @@ class _Parts(RuntimeOfCalls):
     name = "parts"
     summary = "the largest modules that can be captured as planned graphs of their own, the rest eager"
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
-        return plan_parts(model, inputs, options, reuse=reuse, must_match=must_match).plan
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
+        return plan_parts(model, inputs, options, **known).plan
 
 
 RUNTIME = _Parts()

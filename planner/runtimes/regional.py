@@ -16,9 +16,7 @@ from torch import nn
 
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_forward
-from planner.capture.fsdp_internals import (
-    computes_in_other_types,
-)
+from planner.capture.fsdp_internals import computes_in_other_types
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.model_facts import has_units, module_facts, shards_of, whole
 from planner.capture.torch_internals import Compiler, aot_backend
@@ -49,11 +47,7 @@ from planner.runtimes._units import (
 )
 from planner.session.fingerprint import are_no_larger, described
 from planner.session.rank_consensus import plan_together
-from planner.session.step import (
-    LoweredStep,
-    Options,
-    elsewhere_for,
-)
+from planner.session.step import LoweredStep, Options, elsewhere_for
 
 
 class RegionalRuntime(CallsInSituations):
@@ -160,9 +154,7 @@ class Regional(RuntimeOfCalls):
         """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
         return RegionalRuntime(model, options, self, **settings)
 
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
+    def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         """Plan one step; see :meth:`planner.runtimes.RuntimePlugin.plan`."""
         begun = time.perf_counter()
         captured: list[Step] = []
@@ -175,17 +167,13 @@ class Regional(RuntimeOfCalls):
             return replace(captured[0].lowered, capture_seconds=time.perf_counter() - begun)
 
         def planned(step: LoweredStep) -> Plan:
-            return self.plan_units(
-                model, replace(captured[0], lowered=step), options, reuse=reuse, must_match=must_match
-            )
+            return self.plan_units(model, replace(captured[0], lowered=step), options, **known)
 
         return plan_together(model, prepare, options, planned)
 
-    def plan_units(
-        self, model: nn.Module, step: Step, options: Options, *, reuse: Plan | None, must_match: bool
-    ) -> Plan:
+    def plan_units(self, model: nn.Module, step: Step, options: Options, **known: Any) -> Plan:
         """Plan a step that was recorded around its blocks."""
-        return step.plan(model, options, reuse=reuse, must_match=must_match)
+        return step.plan(model, options, **known)
 
 
 RUNTIME = Regional()

@@ -16,7 +16,6 @@ from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
 from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
-from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_several_ranks, kinds_of, of_model, units_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import found_by_autograd
@@ -28,9 +27,8 @@ from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
-from planner.measure.costing import Costing
 from planner.measure.devices import device_spec
-from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.plan import Plan
 from planner.session.rank_consensus import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
 from planner.session.step import (
     Options,
@@ -114,8 +112,8 @@ def plan_alike(model: nn.Module, study: Study, options: Options, **known: Any) -
 def _planned_by_each(study: Study, options: Options, group: Any, **known: Any) -> Plan:
     """Plan a step of sizes that data decide, which are other ones on each rank, with modules that all run again.
 
-    Each rank plans its own step. Of these choices of modules all take the one that keeps every rank's budget, and costs
-    the slowest rank least. If there is none, each rank chooses as if it had less.
+    Each rank plans its own step, and all take the choice of modules that runs most again. If that does not keep every
+    rank's budget, each rank chooses as if it had less.
     """
 
     def choice(share: float) -> str | None:
@@ -131,17 +129,12 @@ def _planned_by_each(study: Study, options: Options, group: Any, **known: Any) -
 
     for share in _SHARES:
         made = made_by_all(partial(choice, share), "planned its step", group)
-        proposed = [Plan.from_json(text) for text in dict.fromkeys(made) if text is not None]
-        carried = [carried_over(study, options, plan, even_unneeded=True) for plan in proposed]
-        seconds = [None if plan is None else plan.recompute_seconds for plan in carried]
-        tried = made_by_all(lambda: (study.whole_bytes, seconds), "tried the plans of others", group)  # noqa: B023
-        costs: dict[float, Plan] = {}
-        for number, plan in enumerate(carried):
-            of_ranks = [cost for _, theirs in tried if (cost := theirs[number]) is not None]
-            if plan is not None and len(of_ranks) == len(tried):
-                costs[max(of_ranks)] = plan
-        if costs:
-            return costs[min(costs)]
+        proposed = [Plan.from_json(text) for text in made if text is not None]
+        strictest = max(proposed, key=lambda plan: plan.recompute_seconds, default=None)
+        carried = strictest and carried_over(study, options, strictest, even_unneeded=True)
+        tried = made_by_all(lambda: (study.whole_bytes, carried is not None), "tried another's plan", group)  # noqa: B023
+        if carried is not None and all(fits for _, fits in tried):
+            return carried
     enough_bytes = max(whole_bytes for whole_bytes, _ in tried)
     raise InfeasibleBudgetError(
         "none of the choices of modules that ranks made keeps the budget on every rank. Data decide sizes, and ranks "
@@ -158,7 +151,7 @@ def study_eager(model: nn.Module, inputs: Inputs, options: Options, *, may_run: 
         return options.eager
     check_device(model, inputs)
     check_own_checkpointing(model)
-    return _Recorded(model, inputs, options, may_run=may_run).study()
+    return _recorded(model, inputs, options, may_run=may_run)
 
 
 def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
@@ -173,7 +166,7 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     try:
         check_own_checkpointing(model)
         own = replace(options, runtime=Runtime("modules"))
-        eager: Study | CaptureError = _Recorded(model, inputs, own, may_run=False).study()
+        eager: Study | CaptureError = _recorded(model, inputs, own, may_run=False)
     except CaptureError as error:
         eager = error
     except UsageError as error:  # it checkpoints itself, which a recording does not follow
@@ -181,85 +174,64 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     return replace(options, eager=eager)
 
 
-class _Recorded:
-    """A recorded step, and the model that it was recorded of."""
+def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> Study:
+    """Record a step and return it as plain data."""
+    begun = time.perf_counter()
+    options.search.tell("recording a step")
+    elsewhere, spec = elsewhere_for(model, options), device_spec(of_model(model), options.target.device)
+    with timings.stage("capture"):
+        gradients = replace(options.gradients, found=_found(model, options.training))
+        trace = record(model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run)
 
-    def __init__(self, model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> None:
-        self.begun = time.perf_counter()
-        options.search.tell("recording a step")
-        elsewhere = elsewhere_for(model, options)
-        with timings.stage("capture"):
-            gradients = replace(options.gradients, found=self._found(model, options.training))
-            self.trace = record(
-                model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run
-            )
-        self.has_kernels_of_here = self.trace.is_real and elsewhere is not None
-        self.model, self.options = model, options
-        self.tensors = inputs.tensors()
-        self.spec = device_spec(of_model(model), options.target.device)
-        self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
-        if self.around.gradient_shards > 1 and (units := units_of(model)):
-            sizes = {unit.path: unit.unit for unit in units}
-            self.around = resident(self.around, sizes, self.spec.alignment_bytes)
-        if options.training.data_parallel != "none":
-            self.around = self.around.without("gradients")  # they are seen in the step
+    def blocks() -> Collection[str]:
+        return find_blocks(Counter(run.module for run in trace.runs[: trace.backward]), kinds_of(model))
 
-    @staticmethod
-    def _found(model: nn.Module, training: Training) -> frozenset[str]:
-        """Return the parameters with gradients of earlier backwards; of one process these are resident."""
-        if training.data_parallel == "none":
-            return frozenset()
-        accumulates = training.gradient_accumulation
-        units = [unit.unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
-        return found_by_autograd(model, units or None, accumulates=accumulates and training.data_parallel == "ddp")
-
-    def blocks(self) -> Collection[str]:
-        forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
-        return find_blocks(forward, kinds_of(self.model))
-
-    def study(self) -> Study:
-        """Return the step as plain data."""
-        model, options, trace = self.model, self.options, self.trace
-        step = lower_eager(trace, model, self.tensors, context_of(model, self.spec, self.around, options))
-        costing = cost(model, step.lowered, self.spec, options)
-        free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
-        costs = [
-            free if node is None else own for node, own in zip(step.lowered.operation_nodes, costing.costs, strict=True)
-        ]
-        return Study(
-            graph=step.lowered.graph,
-            costs=tuple(
-                replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
-                for index, cost in enumerate(costs)
-            ),
-            origin=self._origin(step.lowered, costing),
-            static_memory=self.around,
-            device=self.spec,
-            regions=step.regions,
-            varies=trace.is_real,
-            draws=trace.draws,
-        )
-
-    def _origin(self, lowered: LoweredGraph, costing: Costing) -> PlanOrigin:
-        model, options, trace = self.model, self.options, self.trace
-        return origin_of(
+    tensors = inputs.tensors()
+    around = static_memory_of(model, tensors, spec, options, blocks)
+    if around.gradient_shards > 1 and (units := units_of(model)):
+        around = resident(around, {unit.path: unit.unit for unit in units}, spec.alignment_bytes)
+    if options.training.data_parallel != "none":
+        around = around.without("gradients")  # they are seen in the step
+    step = lower_eager(trace, model, tensors, context_of(model, spec, around, options))
+    costing = cost(model, step.lowered, spec, options)
+    free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
+    costs = [
+        free if node is None else own for node, own in zip(step.lowered.operation_nodes, costing.costs, strict=True)
+    ]
+    outside_bytes = trace.outside_bytes if trace.outside_bytes > spec.alignment_bytes else 0
+    problems = problems_of(
+        model, options, outside_bytes=outside_bytes, returned_cache=trace.returned_cache, allowed=_NO_TROUBLE
+    )
+    notes = _notes(trace, has_kernels_of_here=trace.is_real and elsewhere is not None)
+    return Study(
+        graph=step.lowered.graph,
+        costs=tuple(
+            replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
+            for index, cost in enumerate(costs)
+        ),
+        origin=origin_of(
             costing,
-            self.spec,
-            fingerprint=fingerprint_of_graph(model, lowered, self.spec),
-            capture_seconds=time.perf_counter() - self.begun,
+            spec,
+            fingerprint=fingerprint_of_graph(model, step.lowered, spec),
+            capture_seconds=time.perf_counter() - begun,
             runtime=options.runtime.name,
-            warnings=(
-                *costing.warnings,
-                *_notes(trace, has_kernels_of_here=self.has_kernels_of_here),
-                *problems_of(
-                    model,
-                    options,
-                    outside_bytes=trace.outside_bytes if trace.outside_bytes > self.spec.alignment_bytes else 0,
-                    returned_cache=trace.returned_cache,
-                    allowed=_NO_TROUBLE,
-                ),
-            ),
-        )
+            warnings=(*costing.warnings, *notes, *problems),
+        ),
+        static_memory=around,
+        device=spec,
+        regions=step.regions,
+        varies=trace.is_real,
+        draws=trace.draws,
+    )
+
+
+def _found(model: nn.Module, training: Training) -> frozenset[str]:
+    """Return the parameters with gradients of earlier backwards; of one process these are resident."""
+    if training.data_parallel == "none":
+        return frozenset()
+    accumulates = training.gradient_accumulation
+    units = [unit.unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
+    return found_by_autograd(model, units or None, accumulates=accumulates and training.data_parallel == "ddp")
 
 
 def recorded_for_real(*, depends_on_data: bool) -> Finding:

@@ -23,10 +23,7 @@ Made = TypeVar("Made")
 
 
 def plan_together(
-    model: nn.Module,
-    prepare: Callable[[], LoweredStep],
-    options: Options,
-    plan: Callable[[LoweredStep], Plan],
+    model: nn.Module, prepare: Callable[[], LoweredStep], options: Options, plan: Callable[[LoweredStep], Plan]
 ) -> Plan:
     """Plan the step that ``prepare`` lowers; on rank 0 for all ranks if they plan collectively.
 

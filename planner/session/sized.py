@@ -6,7 +6,7 @@ until another specialized size confirms it: see :meth:`SizedStep.agrees`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,21 +35,12 @@ class UnknownSizeError(Exception):
     """No formula was found: the step is then specialized for each size."""
 
 
-class SizedCalls:
-    """Calls of a specialized step's nodes, at any sizes.
+class _Call:
+    """The call of a specialized step's node, at any sizes.
 
-    How their tensors' layouts follow from sizes is found once; UnknownSizeError if one does not.
+    How its tensors' layouts follow from sizes is found once; UnknownSizeError if one does not.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node], known: Sizes) -> None:
-        self._calls = [_Call(node, known) for node in nodes]
-
-    def at(self, sizes: Sizes) -> Iterator[fx.Node]:
-        """Return the calls at some sizes, as nodes that the next use of this changes; UnknownSizeError as above."""
-        return (call.at(sizes) for call in self._calls)
-
-
-class _Call:
     def __init__(self, node: fx.Node, known: Sizes) -> None:
         mode, graph = fake_mode_of(node.graph), fx.Graph()
         self._values: list[tuple[fx.Node, Any]] = []
@@ -66,6 +57,8 @@ class _Call:
         self._values.append((self._node, _sized(node, known, mode)))
 
     def at(self, sizes: Sizes) -> fx.Node:
+        """Return the call at some sizes, as a node that the next use of this changes; UnknownSizeError as above."""
+
         def number(argument: Any) -> Any:
             return sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
 
@@ -151,23 +144,18 @@ class SizedStep:
     sizes: Sizes
     """Sizes that the step was specialized for."""
 
-    def lowered_at(self, given: Sequence[Any], sizes: Sizes) -> LoweredStep:
-        """Return the step at other sizes, with the operations of the known ones.
+    def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
+        """Return the step and its study at other sizes, with the operations of the known ones.
 
-        UnknownSizeError if a kernel saves a buffer whose size only it knows: it must not run on one of another size.
+        UnknownSizeError if a formula is missing, as where a kernel saves a buffer whose size only it knows: it must not
+        run on one of another size.
         """
-        values_bytes = self._values_bytes(sizes)
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
         around = self._around(self.inputs(joint.inputs))
-        graph = _resized(lowered.graph, values_bytes, around.static_bytes)
-        return replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
-
-    def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
-        """Return the step and its study at other sizes; UnknownSizeError if a formula is missing."""
-        step = self.lowered_at(given, sizes)
-        graph, around = step.lowered.graph, step.static_memory
-        costs = _scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
+        graph = _resized(lowered.graph, self._values_bytes(sizes), around.static_bytes)
+        step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
+        costs = _scaled(self._single_costs, lowered.graph, graph, self._workspaces(sizes))
         in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
         study = replace(
             self.study,
@@ -175,10 +163,7 @@ class SizedStep:
             costs=in_place.costs(costs),
             in_place=in_place,
             origin=replace(
-                self.study.origin,
-                fingerprint=fingerprint_of(self.model, step),
-                capture_seconds=0.0,
-                eager=eager,
+                self.study.origin, fingerprint=fingerprint_of(self.model, step), capture_seconds=0.0, eager=eager
             ),
             static_memory=around,
         )
@@ -263,28 +248,26 @@ class SizedStep:
 
     # What operations cost.
 
-    def _workspaces_of_all(self, sizes: Sizes) -> list[int]:
+    def _workspaces(self, sizes: Sizes) -> list[int]:
         """Return each operation's workspace, measured again if it had some."""
-        measured = self._workspaces(sizes)
-        return [measured.get(index, cost.workspace_bytes) for index, cost in enumerate(self._single_costs)]
-
-    def _workspaces(self, sizes: Sizes) -> dict[int, int]:
-        """Measure the workspace of operations that have some."""
-        signatures, texts, calls = self._with_workspace
-        found = dict(zip(texts, of_calls([*calls.at(sizes)], of_model(self.model), TO_RUN), strict=True))
+        signatures, calls = self._with_workspace
+        measured = of_calls([call.at(sizes) for call in calls.values()], of_model(self.model), TO_RUN)
+        found = dict(zip(calls, measured, strict=True))
         operations = self.step.lowered.graph.operations
-        return {index: (found[text] or 0) + operations[index].state_bytes for index, text in signatures.items()}
+        workspaces_bytes = [cost.workspace_bytes for cost in self._single_costs]
+        for index, text in signatures.items():
+            workspaces_bytes[index] = (found[text] or 0) + operations[index].state_bytes
+        return workspaces_bytes
 
     @cached_property
-    def _with_workspace(self) -> tuple[dict[int, str], list[str], SizedCalls]:
-        """Operations with workspace: signatures by index, the distinct signatures, and one call of each."""
+    def _with_workspace(self) -> tuple[dict[int, str], dict[str, _Call]]:
+        """Operations with workspace: signatures by index, and one call of each signature."""
         lowered, signatures = self.step.lowered, {}
         for index, (operation, cost) in enumerate(zip(lowered.graph.operations, self._single_costs, strict=True)):
             if operation.signature and cost.workspace_bytes > operation.state_bytes:
                 signatures[index] = operation.signature
         nodes = {text: lowered.operation_nodes[index] for index, text in signatures.items()}
-        calls = {text: node for text, node in nodes.items() if node is not None}
-        return signatures, [*calls], SizedCalls(calls.values(), self.sizes)
+        return signatures, {text: _Call(node, self.sizes) for text, node in nodes.items() if node is not None}
 
 
 def _sizes_about(node: fx.Node | None) -> Iterator[Any]:

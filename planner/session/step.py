@@ -203,12 +203,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
 
     around = static_memory_of(model, joint.inputs, spec, options, blocks)
     lowered = lower(joint, context_of(model, spec, around, options))
-    step = partial(
-        LoweredStep,
-        spec=spec,
-        static_memory=around,
-        capture_seconds=joint.capture_seconds,
-    )
+    step = partial(LoweredStep, spec=spec, static_memory=around, capture_seconds=joint.capture_seconds)
     # Inductor writes in place by itself, and orders its code itself.
     if joint.functional:
         return step(lowered)

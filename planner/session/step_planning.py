@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from torch import nn
 
@@ -27,11 +26,6 @@ from planner.session.step import (
 )
 from planner.transforms.chunk_region import ChunkRegion, find_region
 from planner.transforms.chunk_rewrite import in_chunks
-
-Candidate = tuple[LoweredStep, Study]
-"""A step, in one piece or in chunks, lowered and costed."""
-
-Made = TypeVar("Made")
 
 
 def plan_step(
@@ -62,8 +56,7 @@ def plan_step(
     study = study or study_lowered(model, whole, options)
     options = _in_bytes(options, study)
     if options.runtime.chunk == AUTO:
-        steps = candidates(model, whole, study, options)
-        return cheapest(steps, lambda found, why: _planned(model, found, why, options), lambda made: made.plan)
+        return _cheapest(model, whole, study, options)
     assert isinstance(options.runtime.chunk, int)
     return plan_lowered(model, chunked(model, whole, options.runtime.chunk, options), options)
 
@@ -88,40 +81,39 @@ def chunked(
     )
 
 
-def cheapest(
-    steps: Iterable[Candidate], plan: Callable[[Candidate, str], Made], plan_of: Callable[[Made], Plan]
-) -> Made:
+def _cheapest(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> PlannedStep:
     """Plan in one piece, then in more and more chunks as long as plans become feasible or cheaper.
 
-    ``plan`` plans a candidate and is told why chunks are tried; ``plan_of`` returns the plan of its result. Raises
-    NoPlanFitsError if none fits.
+    Raises NoPlanFitsError if none fits.
     """
-    best: Made | None = None
+    best: PlannedStep | None = None
     refused: NoPlanFitsError | None = None
     why = ""
-    for step in steps:
+    for step, costed in _candidates(model, whole, study, options):
         try:
-            found = plan(step, why)
+            found = plan_lowered(model, step, options, study=_told(costed, why) if why else costed)
         except NoPlanFitsError as error:
             if refused is not None and error.minimum_feasible_peak_bytes >= refused.minimum_feasible_peak_bytes:
                 break
             refused = error
             why = why or f"in one piece {str(error).partition(';')[0]}"
             continue
-        if best is not None and plan_of(found).step_seconds >= plan_of(best).step_seconds:
+        if best is not None and found.plan.step_seconds >= best.plan.step_seconds:
             break
         best = found
-        if plan_of(best).added_seconds == 0:
+        if best.plan.added_seconds == 0:
             break
-        why = why or f"in one piece the plan adds {format_percent(plan_of(best).overhead)} to the step"
+        why = why or f"in one piece the plan adds {format_percent(best.plan.overhead)} to the step"
     if best is None:
         assert refused is not None
         raise refused
     return best
 
 
-def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> Iterator[Candidate]:
-    """Yield a step in one piece, then in more and more chunks."""
+def _candidates(
+    model: nn.Module, whole: LoweredStep, study: Study, options: Options
+) -> Iterator[tuple[LoweredStep, Study]]:
+    """Yield a step in one piece, then in more and more chunks, lowered and costed."""
     yield whole, study
     region = find_region(whole.lowered)
     for chunks in COUNTS:
@@ -131,18 +123,16 @@ def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Opti
             yield step, study_lowered(model, step, options)
 
 
-def _planned(model: nn.Module, found: Candidate, why: str, options: Options) -> PlannedStep:
-    step, study = found
-    if why and CHUNKS in step.facts:
-        note = Finding(
-            rule="why-slices",
-            severity=Severity.NOTE,
-            evidence=why,
-            cause="recompute makes no single operation smaller; chunks do",
-            fix="nothing: leave out chunk to plan in one piece",
-        )
-        study = replace(study, origin=replace(study.origin, warnings=(*study.origin.warnings, note)))
-    return plan_lowered(model, step, options, study=study)
+def _told(study: Study, why: str) -> Study:
+    """Return a study whose plans say why they are in chunks."""
+    note = Finding(
+        rule="why-slices",
+        severity=Severity.NOTE,
+        evidence=why,
+        cause="recompute makes no single operation smaller; chunks do",
+        fix="nothing: leave out chunk to plan in one piece",
+    )
+    return replace(study, origin=replace(study.origin, warnings=(*study.origin.warnings, note)))
 
 
 def _in_bytes(options: Options, study: Study) -> Options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,14 @@ _RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Values of ``activation_memory_budget`` that are tried."""
 
 
-@dataclass(frozen=True)
-class _Partition:
-    """Forward and backward graph of PyTorch's partitioner."""
-
-    forward: fx.Graph
-    backward: fx.Graph
-    num_forward_outputs: int
-
-
-def _partition(joint: JointGraph, ratio: float) -> _Partition:
+def _partition(joint: JointGraph, ratio: float) -> tuple[fx.Graph, fx.Graph]:
     """Split a joint graph with PyTorch's partitioner under its own kind of budget, without running it."""
     module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
     forward, backward = min_cut_partition(module, ratio, joint.num_forward_outputs)
-    return _Partition(forward.graph, backward.graph, joint.num_forward_outputs)
+    return forward.graph, backward.graph
 
 
-def _read_schedule(split: _Partition, lowered: LoweredGraph) -> Schedule:
+def _read_schedule(split: tuple[fx.Graph, fx.Graph], lowered: LoweredGraph) -> Schedule:
     """Write PyTorch's two graphs as a schedule of our operations, in their order.
 
     Nodes keep their names, so one that is in both graphs is recomputed. Views and elements of tuples are no operations:
@@ -64,7 +55,8 @@ def _read_schedule(split: _Partition, lowered: LoweredGraph) -> Schedule:
             raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
         return [index_of[name] for name in names if name in index_of]
 
-    return Schedule((*runs(split.forward), lowered.graph.loss_index, *runs(split.backward)))
+    forward, backward = split
+    return Schedule((*runs(forward), lowered.graph.loss_index, *runs(backward)))
 
 
 def partitioner_schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:

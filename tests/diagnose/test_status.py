@@ -92,8 +92,7 @@ def test_what_breaks_a_promise_is_warned_of() -> None:
 def test_a_call_that_is_captured_anew_is_not_recorded() -> None:
     model = planner.auto_wrap(Loss(), torch.randn(512, 64), budget="70%")
     planner.status(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # among them: a profiler is running
+    with warnings.catch_warnings(action="error"):  # among them: a profiler is running
         for rows in (512, 300, 300, 200):
             model(torch.randn(rows, 64)).backward()
             model.zero_grad()

@@ -29,8 +29,7 @@ def test_a_call_before_the_backward_of_the_last_is_said_once() -> None:
     held = [called(calls, model)]
     with pytest.warns(UserWarning, match="Linear is called again before the backward of its last call"):
         held.append(called(calls, model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         held.append(called(calls, model))
 
 
@@ -55,8 +54,7 @@ def test_a_call_before_the_backward_of_another_model_is_said_once() -> None:
     held = called(first, models[0])
     with pytest.warns(UserWarning, match="Bilinear is called before the backward of Linear, which is planned too"):
         second.check()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         second.check()
         held["left"].sum().backward()
         OpenCalls(models[1]).check()
@@ -79,8 +77,7 @@ def test_gradients_that_break_the_budget_are_said_once(runtime: str) -> None:
     assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + held_bytes
     with pytest.warns(UserWarning, match="Stack is called while it holds .* of gradients.*gradient_accumulation=True"):
         model(rows()).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         model(rows()).backward()
 
 
@@ -100,8 +97,7 @@ def test_computed_parameters_have_no_gradient_to_look_at() -> None:
     model = wrap(budget="1GiB")
     computed = {name: p * 0.9 for name, p in model.named_parameters()}
     functional_call(model, computed, (rows(),)).backward(retain_graph=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         functional_call(model, computed, (rows(),)).backward()
 
 

@@ -71,8 +71,7 @@ def _batch(count: int = 256) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "looks"),
-    [("modules", False), ("regional", False), ("modules", True), ("parts", True)],
+    ("runtime", "looks"), [("modules", False), ("regional", False), ("modules", True), ("parts", True)]
 )
 @pytest.mark.filterwarnings("ignore:what Model runs depends on data")
 def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:

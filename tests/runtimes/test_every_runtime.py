@@ -219,7 +219,6 @@ OF_OUTPUTS = {
 }
 
 
-@pytest.mark.filterwarnings("error:a gradient arrived")
 @pytest.mark.parametrize(
     ("name", "of"),
     tiered(product(runtimes.names(), OF_OUTPUTS), quick=[("graph", "the result"), *product(EXACT, ["both"])]),

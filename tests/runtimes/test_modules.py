@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +25,7 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
 from planner.common.options import grouped
-from planner.errors import (
-    CaptureError,
-    InfeasibleBudgetError,
-    RuntimeUnsupportedError,
-    UnsupportedModelError,
-    UsageError,
-)
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UnsupportedModelError, UsageError
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
@@ -40,16 +33,7 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
-from planner.solving.modules.peaks import Need, Needs
-from tests.models import (
-    WIDTH,
-    Convolutions,
-    images,
-    looked_at,
-    mean_square,
-    perceptron,
-    rows,
-)
+from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
 
 
@@ -123,43 +107,6 @@ def test_numbers_that_autograd_keeps_are_counted() -> None:
     assert 64 * 8 < peak_bytes <= predicted_bytes <= peak_bytes + 70 * 64
 
 
-@pytest.mark.parametrize(
-    ("model", "x"),
-    [(Stack(2), rows(16)), (Convolutions(2), images(2, size=8)), (Detached(2), rows(16))],
-)
-def test_the_programme_knows_what_the_simulator_finds(model: nn.Module, x: torch.Tensor) -> None:
-    problem, regions = problem_of(model, x)
-    variants = variants_of(regions, problem.graph, problem.costs)
-    assert any(variant.kept for variant in variants)
-    needs = Needs(problem.graph, problem.costs, variants)
-    for choice in choices(variants, at_most=2):
-        check_needs(problem, variants, needs, choice)
-
-
-def check_needs(problem: Problem, variants: Sequence[Region], needs: Needs, chosen: Collection[int]) -> None:
-    """Hold what the programme says of every moment of a choice against the simulator."""
-    schedule = schedule_of(problem.graph, [variants[r] for r in chosen])
-    ran: set[int] = set()
-    within: dict[int, int] = {}
-    for index, size in zip(schedule.order, problem.evaluate(schedule).timeline_bytes, strict=True):
-        if index not in ran:
-            assert bytes_with(needs.at(index), chosen) == size
-        ran_again = [r for r in chosen if index in variants[r].recompute]
-        if index in ran and ran_again:
-            within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
-        ran.add(index)
-    assert within == {r: bytes_with(needs.within(r), chosen) for r in within}
-
-
-def bytes_with(need: Need, chosen: Collection[int]) -> int:
-    """Return what is there for one choice."""
-    there = need.fixed_bytes
-    for (freed_by, held_by), size in need.group_bytes.items():
-        if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
-            there += size
-    return there
-
-
 def test_errors_say_of_what_a_smallest_budget_is_proven() -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"no choice of modules needs less than [\d.]+ KiB\)"):
         planner.plan(Stack(), rows(), budget=planner.Budget(activations=1), runtime="modules")
@@ -174,8 +121,24 @@ def test_a_budget_below_what_is_resident_is_told_what_a_choice_of_modules_is_kno
     assert planner.plan(model, x, **grouped(budget=smallest_bytes, **options)).peak_bytes <= smallest_bytes
 
 
-def test_the_choice_is_the_best_of_all() -> None:
-    problem, regions = problem_of(Stack(3), rows(64))
+def choices(variants: Sequence[Region]) -> list[tuple[int, ...]]:
+    """Return every choice, at most one on each path of the module tree."""
+    together = [set(numbers) for numbers in exclusive_sets(variants)]
+    found: list[tuple[int, ...]] = [()]
+    for number in range(len(variants)):
+        found += [
+            (*chosen, number)
+            for chosen in found
+            if not any(number in numbers and not numbers.isdisjoint(chosen) for numbers in together)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), images(2, size=8)), (Detached(2), rows(16))]
+)
+def test_the_choice_is_the_best_of_all(model: nn.Module, x: torch.Tensor) -> None:
+    problem, regions = problem_of(model, x)
     variants = variants_of(regions, problem.graph, problem.costs)
     outcome = {
         chosen: (
@@ -200,7 +163,7 @@ def test_the_choice_is_the_best_of_all() -> None:
         assert bound_seconds == pytest.approx(best, rel=1e-4, abs=1e-12)
         assert outcome[tuple(sorted(chooser.lowest()))][0] == lowest
         cheaper += all(best < seconds for peak, seconds in whole.values() if peak <= budget)
-    assert cheaper
+    assert cheaper or isinstance(model, Detached)  # of which nothing runs again
 
 
 class RunsOut:
@@ -229,20 +192,6 @@ def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
     assert found.schedule == whole and found.lower_bound_seconds <= whole_seconds
     with pytest.raises(InfeasibleBudgetError):
         cheapest(replace(problem, budget_bytes=64), regions, RunsOut(10**6))  # type: ignore[arg-type]
-
-
-def choices(variants: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
-    """Return every choice of so many ways, at most one on each path of the module tree."""
-    together = [set(numbers) for numbers in exclusive_sets(variants)]
-    found: list[tuple[int, ...]] = [()]
-    for number in range(len(variants)):
-        found += [
-            (*chosen, number)
-            for chosen in found
-            if (at_most is None or len(chosen) < at_most)
-            and not any(number in numbers and not numbers.isdisjoint(chosen) for numbers in together)
-        ]
-    return found
 
 
 def test_recording_leaves_no_trace() -> None:
@@ -406,14 +355,6 @@ def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() 
     assert_gradients(plain, wrapped)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_parameters_that_are_computed_are_recorded_without_their_history() -> None:
-    model = planner.auto_wrap(Stack(), budget=planner.Budget(activations="60%"), runtime="modules")
-    computed = {name: p * 0.9 for name, p in model.named_parameters()}
-    functional_call(model, computed, (rows(),)).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:what Sequential runs depends on data")
 def test_a_scripted_part_runs() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
@@ -572,22 +513,6 @@ def test_what_talks_to_other_processes_is_left_alone(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert regions == ()
-
-
-def test_auto_falls_back_and_says_why() -> None:
-    with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
-        plan = planner.plan(Branching(), rows(), **grouped(activation_budget="70%", compare=False))
-    assert plan.runtime == "parts"
-    assert {"runtime", "depends-on-data"} <= {warning.rule for warning in plan.warnings}
-    with pytest.raises(CaptureError, match="one graph"):
-        planner.plan(Branching(), rows(), budget=planner.Budget(activations="70%"), runtime="graph")
-    with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
-        model = planner.auto_wrap(Branching(), budget=planner.Budget(activations="70%"))
-        model(rows()).backward()
-    assert "runtime" in {warning.rule for warning in planner.plan_of(model).warnings}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(rows()).backward()
 
 
 class Decaying(nn.Module):

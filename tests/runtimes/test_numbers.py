@@ -228,13 +228,7 @@ class Mixing(Stack):
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": lambda: random.random(),
-    "betavariate": lambda: random.betavariate(0.4, 0.4),
-    "gauss": lambda: random.gauss(0.0, 1.0),
     "numpy.beta": lambda: numpy.random.beta(0.4, 0.4),
-    "numpy.normal": lambda: numpy.random.normal(loc=0.5),
-    "numpy.rand": lambda: float(numpy.random.rand()),
-    "numpy.array": lambda: numpy.random.normal(size=1)[0],
-    "numpy.triangular": lambda: numpy.random.triangular(0, 0.5, 1),
 }
 
 

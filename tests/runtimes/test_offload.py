@@ -302,7 +302,7 @@ class ChannelsLast(torch.nn.Module):
 
 
 QUICK = ("native dropout", "convolutions", "in place", "mutated buffer")
-RECURRENT = {"lstm", "gru", "rnn"}
+RECURRENT = {"lstm", "gru"}
 """No graph holds them, and what is to wait on the host is planned in one."""
 
 

@@ -75,8 +75,8 @@ def unplanned_bytes(model: nn.Module) -> int:
     return planner.plan(model, rows(512), budget="100%", runtime="modules").baseline_peak_bytes
 
 
-@pytest.mark.filterwarnings("error:.*runs other modules", "error:some steps", "ignore:what .* depends on data")
-@pytest.mark.parametrize("kind", [Dropping, DroppingByTorch, DroppingAndLooking])
+@pytest.mark.filterwarnings("error:.*not run as planned", "error:some steps", "ignore:what .* depends on data")
+@pytest.mark.parametrize("kind", [Dropping, DroppingAndLooking])
 def test_layers_that_are_dropped_at_random_keep_the_budget(kind: type[Dropping]) -> None:
     whole = unplanned_bytes(Stack(6))
     plain, model = kind(6), kind(6)
@@ -103,15 +103,15 @@ def test_a_step_that_runs_more_than_was_planned_for_is_said_and_planned() -> Non
     wrap(model, budget_bytes)
     step(model, rows(512))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Switched runs")
+        warnings.filterwarnings("error", "Switched does not run")
         for _ in range(2):
             assert peak_bytes(model) <= budget_bytes
     model.layers = 6
-    with pytest.warns(UserWarning, match=r"Switched runs other modules .*\(blocks.2"):
+    with pytest.warns(UserWarning, match=r"Switched does not run as planned .*\(blocks.2"):
         assert peak_bytes(model) > budget_bytes
     step(model, rows(512))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Switched runs")
+        warnings.filterwarnings("error", "Switched does not run")
         for model.layers in (6, 3, 2, 6):
             assert peak_bytes(model) <= planner.plan_of(model).peak_bytes <= budget_bytes
 
@@ -121,7 +121,7 @@ def test_what_no_plan_fits_is_said() -> None:
     wrap(model, int(0.9 * unplanned_bytes(Switched(6))))
     step(model, rows(512))
     model.layers = 6
-    with pytest.warns(UserWarning, match="runs other modules"):
+    with pytest.warns(UserWarning, match="does not run as planned"):
         step(model, rows(512))
     with pytest.warns(UserWarning, match="some steps of Switched break the budget"):
         step(model, rows(512))
@@ -150,12 +150,12 @@ def test_experts_that_are_given_more_rows_are_said_and_planned() -> None:
     few[:8, 0], many[:8, 0] = -1.0, 1.0
     step(model, few)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Stack gives")
+        warnings.filterwarnings("error", "Stack does not run")
         step(model, few)
-    with pytest.warns(UserWarning, match=r"Stack gives modules more .*\(blocks.0.experts.0, "):
+    with pytest.warns(UserWarning, match=r"Stack does not run as planned .*\(blocks.0.experts.0: "):
         step(model, many)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Stack gives")
+        warnings.filterwarnings("error", "Stack does not run")
         for x in (many, few):
             step(model, x)
 
@@ -175,10 +175,9 @@ def test_a_dropout_that_is_switched_on_is_said_and_planned() -> None:
     assert_same(train(plain, rows(512)), train(model, rows(512)))
     for trained in (plain, model):
         let_dropout(trained, 0.3)
-    with pytest.warns(UserWarning, match=r"has other settings .*\.p.*it may break the budget"):
+    with pytest.warns(UserWarning, match=r"does not run as planned .*\.p: more.*may break the budget"):
         assert_same(train(plain, rows(512)), train(model, rows(512)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         assert peak_bytes(model) <= budget_bytes
         let_dropout(model, 0.0)
         assert peak_bytes(model) <= budget_bytes

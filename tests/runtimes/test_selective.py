@@ -13,8 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner.capture.eager.record import record
-from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import PlanFileError
 from planner.exporters import carries_exactly
@@ -23,7 +21,7 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.plans.plan import Plan
 from planner.report import render
 from planner.runtimes.modules import contexts
-from planner.solving.modules.ilp import keeping, variant_named, variants_of
+from planner.solving.modules.ilp import variants_of
 from tests.example_graphs import Builder
 from tests.models import SEQUENCES, Transformer
 from tests.planned import printed
@@ -89,13 +87,6 @@ def test_of_what_draws_random_numbers_all_is_kept_or_none() -> None:
         assert len(kept & {0, 2}) in (0, 2)
 
 
-def test_a_way_is_found_by_what_it_keeps() -> None:
-    region, _, _ = region_of((1.0, 64, False), (1.0, 64, False))
-    assert variant_named(region, {}) == region
-    assert variant_named(region, {"mm": (1,)}) == keeping(region, region.keepable[1:])
-    assert variant_named(region, {"mm": (2,)}) is None and variant_named(region, {"bmm": (1,)}) is None
-
-
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,13 +101,6 @@ def test_what_is_written_into_is_never_kept() -> None:
     step = planner.study(model, SEQUENCES, runtime="modules")
     found = {region.module: region for region in step.regions}
     assert [(one.operator, one.occurrence) for one in found["1"].keepable] == [("aten.addmm.default", 1)]
-
-
-def test_occurrences_count_every_call_of_the_module() -> None:
-    trace = record(Transformer(1), Inputs.of(SEQUENCES))
-    (call,) = trace.calls["blocks.0.mlp"]
-    runs = [run for run in trace.runs[call.begin : call.end] if str(run.node.target) == "aten.addmm.default"]
-    assert [run.occurrence - call.called[run.node.target] for run in runs] == [0, 1]
 
 
 # Running.

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner import runtimes
@@ -153,29 +152,11 @@ def test_nothing_runs_to_learn_it() -> None:
             return super().forward(x if x[0, 0] > 0 else -x).sum()
 
     plan = planner.plan(
-        Watched(16, 16),
-        torch.randn(4, 16),
-        **grouped(budget="100%", time_limit_seconds=1, runtime="graph"),
+        Watched(16, 16), torch.randn(4, 16), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is None and not Watched.ran
     (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
     assert "DataDependent" in note.evidence and plan.budget_bytes == plan.baseline_peak_bytes
-
-
-def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
-    class Checkpointing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    x = torch.randn(256, 64)
-    plan = planner.plan(
-        Checkpointing(), x, loss_fn=torch.sum, **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
-    )
-    assert plan.eager is None and any(w.rule == "eager-unknown" for w in plan.warnings)
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ def test_the_command_line_refuses_it_at_once(
 
 
 def test_auto_asks_it_where_the_graph_is_captured() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         plan = planner.plan(Perceptrons(), rows(), **grouped(activation_budget="80%", solver="chain-dp", compare=False))
         model = planner.auto_wrap(Perceptrons(), budget=planner.Budget(activations="80%"), search="chain-dp")
         model(rows()).backward()
@@ -148,8 +147,7 @@ def test_auto_goes_on_without_it(at_once: bool, has_loss: bool) -> None:
             **grouped(activation_budget="75%", solver="chain-dp"),
         )
         model(rows()).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # it is said once
+    with warnings.catch_warnings(action="error", category=UserWarning):  # it is said once
         for count in (128, 512, 256):
             model(rows(count)).square().backward()
             plan = planner.plan_of(model)

@@ -21,8 +21,8 @@ from tests.models import Stack, rows
 OTHER_PEAK_BYTES = 10**9
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, tried: Callable[[list[Any]], list[Any]], *others: Plan) -> Plan:
-    """Plan a step whose sizes data decide, beside another rank, which made such plans and finds so much of all."""
+def planned(monkeypatch: pytest.MonkeyPatch, fits_there: Callable[[bool], bool], *others: Plan) -> Plan:
+    """Plan a step whose sizes data decide, beside another rank that made such plans, and says whether one fits."""
     model, inputs = Stack(4), Inputs.of(rows())
     options = Options(budget=Budget(activations="85%"), runtime=Runtime("modules"))
     study: Study = replace(eager_study.study_eager(model, inputs, options), varies=True)
@@ -31,22 +31,21 @@ def planned(monkeypatch: pytest.MonkeyPatch, tried: Callable[[list[Any]], list[A
         if doing == "planned its step":
             return [make(), *(plan.to_json() for plan in others)]
         own = make()
-        return [own, (OTHER_PEAK_BYTES, tried(own[1]))]
+        return [own, (OTHER_PEAK_BYTES, fits_there(own[1]))]
 
     monkeypatch.setattr(eager_study, "who_agrees", lambda *_: [None])
     monkeypatch.setattr(eager_study, "made_by_all", made_by_all)
     return eager_study.plan_alike(model, study, options)
 
 
-def test_a_choice_is_taken_that_every_rank_keeps_its_budget_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_strictest_choice_is_taken_that_every_rank_keeps_its_budget_with(monkeypatch: pytest.MonkeyPatch) -> None:
     more = planned_within("60%")
-    own = planned(monkeypatch, lambda seconds: seconds)
-    # The other rank's plan runs more modules again, and is the only one that fits there.
+    own = planned(monkeypatch, lambda fits: fits)
     assert set(modules_of(more)) - set(modules_of(own))
-    both = planned(monkeypatch, lambda seconds: [None, seconds[1]], more)
-    assert modules_of(both) == modules_of(more)
-    # Where both fit on both, the cheaper one is taken.
-    assert modules_of(planned(monkeypatch, lambda seconds: seconds, more)) == modules_of(own)
+    assert modules_of(planned(monkeypatch, lambda fits: fits, more)) == modules_of(more)
+    tries = iter([False, False, False, True])  # the other rank has no room for the first choices
+    tighter = planned(monkeypatch, lambda _: next(tries))
+    assert tighter.recompute_seconds > own.recompute_seconds
 
 
 def planned_within(activation_budget: str) -> Plan:
@@ -56,5 +55,5 @@ def planned_within(activation_budget: str) -> Plan:
 
 def test_where_none_fits_all_a_budget_is_named_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InfeasibleBudgetError, match="none of the choices of modules") as caught:
-        planned(monkeypatch, lambda seconds: [None] * len(seconds))
+        planned(monkeypatch, lambda _: False)
     assert caught.value.minimum_feasible_peak_bytes == OTHER_PEAK_BYTES
