@@ -1,12 +1,13 @@
 """Autograd around a planned graph: outputs whose gradients are missing or unexpected, and double backward.
 
 A planned backward is traced for the outputs that a loss is expected to use. This module handles the rest: if an
-expected gradient is missing, parameters that only it reaches keep ``None``, as in eager; an unexpected gradient and a
-double backward are refused.
+expected gradient is missing, parameters that only it reaches keep ``None``, as in eager; an unexpected gradient is
+computed by a second, unplanned run of the captured program; a double backward is refused.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.hooks import RemovableHandle
 
-from planner.capture.joint import JointGraph, Reach, reach_of
+from planner.capture.joint import JointGraph, Reach, is_random, mutates, reach_of
 from planner.errors import PlannerError, RuntimeUnsupportedError
 
 
@@ -96,30 +97,108 @@ def planned_node(outputs: Sequence[torch.Tensor]) -> Any:
     return None
 
 
-def refusing_gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[Any], refused: Callable[[], object]) -> Any:
-    """Return detached outputs that the plan took for unused, attached to an input: a gradient for one is refused.
+class LateGradients:
+    """The backward of outputs that the plan detached, in case a gradient arrives for one after all.
 
-    ``refused`` is called then: in eager that gradient would count, and the plan has no backward for it.
+    The captured program is run again from its inputs and its initial random state, and differentiated, as a checkpoint
+    around the whole model would. That is correct and slow, so ``replan`` makes the next call plan for these outputs.
     """
-    attached_to = next(x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad)
-    return _Refusing.apply(refused, attached_to, *outputs)
+
+    def __init__(
+        self, graph_module: fx.GraphModule, joint: JointGraph, positions: Sequence[int], replan: Callable[[], None]
+    ) -> None:
+        self.graph_module = graph_module
+        self.positions = positions
+        self.replan = replan
+        nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
+        self.random = any(is_random(node) for node in nodes)
+        written = {n.args[0] for n in nodes if mutates(n)}
+        self.repeatable = not any(_reads_to_compute(node, written) for node in nodes)
+
+    def state(self) -> Any:
+        """Return the random and autocast state that a second run must start from."""
+        # Copies of generators, not state tensors: those would be allocated on the device, beside the plan.
+        generators = [g.clone_state() for g in _generators()] if self.random else None
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return generators, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the detached outputs, attached to the inputs by :class:`_Late`."""
+        attached: tuple[torch.Tensor, ...] = _Late.apply(self, state, [outputs[p] for p in self.positions], *inputs)
+        return attached
+
+    def gradients(self, state: Any, inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """Run the captured program once more and differentiate it."""
+        if not self.repeatable:
+            self.replan()
+            raise RuntimeUnsupportedError(
+                "a gradient arrived for an output that the plan took for unused, and the model overwrites a buffer "
+                "that a second run would need: run the step again; it is planned with this output now"
+            )
+        warnings.warn(
+            "a gradient arrived for an output that the plan took for unused: the model was run a second time, "
+            "outside the budget; from the next call on the plan includes this output",
+            stacklevel=2,
+        )
+        self.replan()
+        generators, (kind, dtype, enabled) = state
+        copies = [_own(x) for x in inputs]
+        wanted = [x for x in copies if _is_wanted(x)]
+        arrived = [(p, g) for p, g in zip(self.positions, gradients, strict=True) if g is not None]
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+        with torch.enable_grad(), torch.random.fork_rng(devices), torch.autocast(kind, dtype=dtype, enabled=enabled):
+            for generator, then in zip(_generators(), generators or (), strict=False):
+                generator.set_state(then.get_state())
+            again = self.graph_module(*copies)
+            found = torch.autograd.grad(
+                [again[p] for p, _ in arrived], wanted, [g for _, g in arrived], allow_unused=True
+            )
+        result = iter(found)
+        return [next(result) if _is_wanted(x) else None for x in copies]
 
 
-class _Refusing(torch.autograd.Function):
-    """Identity on outputs of which no gradient is expected."""
+def _generators() -> list[torch.Generator]:
+    on_cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.default_generator, *on_cuda]
+
+
+def _is_wanted(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.requires_grad
+
+
+def _own(argument: Any) -> Any:
+    """Return an input that the second run may overwrite or differentiate without affecting the first."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.detach().requires_grad_() if argument.requires_grad else argument.clone()
+
+
+class _Late(torch.autograd.Function):
+    """Identity on detached outputs; its backward is :meth:`LateGradients.gradients`."""
 
     @staticmethod
-    def forward(ctx: Any, refused: Callable[[], object], _attached_to: torch.Tensor, *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, late: LateGradients, state: Any, outputs: list[torch.Tensor], *inputs: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.refused = refused
+        ctx.late, ctx.state = late, state
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        ctx.places = [isinstance(x, torch.Tensor) for x in inputs]
+        ctx.others = [x for x in inputs if not isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*tensors)
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if any(gradient is not None for gradient in gradients):
-            ctx.refused()
-            raise RuntimeUnsupportedError(
-                "a gradient arrived for an output that the plan took for unused. Pass loss_fn to auto_wrap: it says "
-                "which outputs count. Or run the step again: from now on it is planned with this output"
-            )
-        return (None, None, *gradients)
+        if all(gradient is None for gradient in gradients):
+            return (None, None, None, *(None for _ in ctx.places))
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        inputs = [next(tensors) if place else next(others) for place in ctx.places]
+        return (None, None, None, *ctx.late.gradients(ctx.state, inputs, gradients))
+
+
+def _reads_to_compute(node: fx.Node, written: set[Any]) -> bool:
+    """Whether a node reads an overwritten input for anything but its update."""
+    if mutates(node) or "batch_norm" in str(node.target):
+        return False
+    if not any(source in written for source in node.all_input_nodes):
+        return False
+    return not all(mutates(user) for user in node.users)

@@ -1,9 +1,10 @@
 """Steps whose control flow differs between calls of equal inputs: dropped layers, experts, routing.
 
 A plan is made for a recorded step. Where a forward's control flow draws random numbers, several steps are recorded, and
-the plan is that of the largest. Every call is watched. One that calls modules more often than the recorded steps did,
-gives them larger inputs, or has a setting that was off (a dropout of probability 0) may break the budget: a warning
-says so, and the next call is planned for it too. What any of these plans checkpoints is checkpointed in all such calls.
+each that breaks the budget with the modules chosen so far is planned too. Every call is watched. One that calls modules
+more often than the recorded steps did, gives them larger inputs, or has a setting that was off (a dropout of
+probability 0) may break the budget: a warning says so, and the next call is planned for it too. What any of these plans
+checkpoints is checkpointed in all such calls.
 """
 
 from __future__ import annotations
@@ -109,35 +110,40 @@ class Routes:
             self._draws = self._begun != HostStates()
 
     def plan(self, record: Callable[[], Study], plan: Callable[[Study], Plan], keeps: Keeps) -> Plan:
-        """Record steps and plan the largest; its modules join those that earlier ones need checkpointed.
+        """Record steps, plan the largest, and each other that breaks the budget with the modules chosen so far.
 
         ``keeps`` says whether a step keeps the budget with given modules checkpointed. Raises InfeasibleBudgetError if
         the first plan does not fit; if a later one does not, or they do not go together, a warning says so.
         """
-        recorded = [*self._recorded(record)]
+        recorded = sorted(self._recorded(record), key=lambda each: -each[1].whole_bytes)
         self._missed = None
-        self._covered += [course for course, _ in recorded]
-        largest = max((study for _, study in recorded), key=lambda study: study.whole_bytes)
-        self._varies |= largest.varies
+        for course, study in recorded:
+            self._varies |= study.varies
+            if self.in_force is None or not keeps(study, self.chosen):
+                self._plan(study, plan, keeps)
+            self._covered.append(course)
+            self._planned.append(study)
+        assert self.in_force is not None
+        return self.in_force
+
+    def _plan(self, study: Study, plan: Callable[[Study], Plan], keeps: Keeps) -> None:
         try:
-            made = plan(largest)
+            made = plan(study)
         except InfeasibleBudgetError as error:
             if self.in_force is None:
                 raise
             self._refuse(str(error))
-            return self.in_force
+            return
         together = outermost({**{name: made.kept.get(name, {}) for name in modules_of(made)}, **self.chosen})
-        self._planned.append(largest)
-        if self.in_force is None or all(keeps(study, together) for study in self._planned):
+        if self.in_force is None or all(keeps(other, together) for other in (*self._planned, study)):
             self.chosen = together
         else:
             self._refuse("the modules that one needs checkpointed break another")
         if self.in_force is None or made.peak_bytes > self.in_force.peak_bytes:
             self.in_force = made
-        return self.in_force
 
     def _refuse(self, why: str) -> None:
-        warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=6)
+        warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=7)
 
     def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[CallProfile, Study]]:
         """Record the step that no plan covered, or several with other random states, which run other modules."""

@@ -40,7 +40,7 @@ from planner.plans.plan import Plan
 from planner.plans.reuse import is_reused
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
-from planner.runtimes._gradients import refusing_gradients, watch_backward
+from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._sized import SizedPrograms
 from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
@@ -367,15 +367,17 @@ class GraphRuntime(PlannedCalls):
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
         reach = reach_of(joint)
         put_in_force = weakly(self._use, None if joint.varies else self.plan)
-        expect_all = weakly(self._expect, sorted([*differentiable, *others]))
+        late = None
+        if others:
+            late = LateGradients(graph_module, joint, others, weakly(self._expect, sorted([*differentiable, *others])))
 
         def finished(*inputs: Any) -> Any:
+            before = late.state() if late else None
             outputs = list(run(*inputs))
             put_in_force()
             watch_backward([outputs[p] for p in differentiable], reach)
-            if others:
-                unexpected = refusing_gradients([outputs[p] for p in others], inputs, expect_all)
-                for position, output in zip(others, unexpected, strict=True):
+            if late is not None:
+                for position, output in zip(others, late.attach(before, inputs, outputs), strict=True):
                     outputs[position] = output
             return outputs
 
