@@ -12,7 +12,14 @@ from torch import nn
 from planner import runtimes
 from planner.analysis.eager_baseline import LARGER, SLOWER
 from planner.capture.inputs import Inputs
-from planner.capture.model_facts import ModelFacts, of_model
+from planner.capture.model_facts import (
+    compiled_parts,
+    has_several_ranks,
+    is_sharded,
+    of_model,
+    sharded_inside,
+    shares_layers,
+)
 from planner.capture.torch_internals import entered
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
@@ -42,7 +49,7 @@ _ANY_SOLVER = "auto"
 _CHOOSES = {"parts": "inside of captured modules only", "modules": "among modules only"}
 
 
-def candidates(facts: ModelFacts) -> list[str]:
+def candidates(model: nn.Module) -> list[str]:
     """Return the runtimes to try, in order.
 
     With several ranks there is one candidate: gradients must be sent during the backward, and all ranks must do the
@@ -51,15 +58,15 @@ def candidates(facts: ModelFacts) -> list[str]:
     torchtitan, and else ``regional``.
     """
     pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
-    if facts.has_several_ranks or facts.is_sharded:
-        shares = facts.shares_layers or facts.sharded_inside
-        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if facts.compiled_parts else EAGER)]
+    if has_several_ranks() or is_sharded(model):
+        shares = shares_layers(model) or sharded_inside(model)
+        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if compiled_parts(model) else EAGER)]
     return [NAMES[pair] for pair in pairs]
 
 
 def choose(model: nn.Module) -> str:
     """Return the runtime that is tried first."""
-    return candidates(ModelFacts.of(model))[0]
+    return candidates(model)[0]
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ class AutoRuntime:
         try:
             return self._running(*args, **kwargs)
         except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
-            first, *others = candidates(ModelFacts.of(self._model))
+            first, *others = candidates(self._model)
             refusal = Refusal(first, error)
             if not others or (refusal.does_not_fit and self._options.search.solver != _ANY_SOLVER):
                 raise
@@ -336,7 +343,7 @@ class _Auto(RuntimeOfCalls):
         if reuse is not None:
             return plan_with(reuse.runtime)
         tried: Tried = []
-        for name in candidates(ModelFacts.of(model, *inputs.args)):
+        for name in candidates(model):
             if may_improve(name, tried, options):
                 tried.append(attempted(name, plan_with))
         plan = cheapest(tried)

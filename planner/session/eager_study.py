@@ -199,7 +199,7 @@ class _Recorded:
         self.spec = device_spec(of_model(model), options.target.device)
         self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
         if self.around.gradient_shards > 1 and (units := units_of(model)):
-            sizes = {unit.path: unit.unit for unit in units}
+            sizes = {unit.path: unit for unit in units}
             self.around = resident(self.around, sizes, self.spec.alignment_bytes)
         if options.training.data_parallel != "none":
             self.around = self.around.without("gradients")  # they are seen in the step
@@ -210,7 +210,7 @@ class _Recorded:
         if training.data_parallel == "none":
             return frozenset()
         accumulates = training.gradient_accumulation
-        units = [unit.unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
+        units = [unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
         return found_by_autograd(model, units or None, accumulates=accumulates and training.data_parallel == "ddp")
 
     def blocks(self) -> Collection[str]:
