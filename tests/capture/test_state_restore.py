@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -20,14 +18,6 @@ from planner.common.options import grouped
 from tests.tiers import tiered
 
 TABLES: dict[int, torch.Tensor] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_again() -> Iterator[None]:
-    """Freeze what is imported once more: looking for a cache thaws it, and every collection would walk it."""
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 class Helper:
