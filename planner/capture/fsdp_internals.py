@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -151,21 +152,14 @@ def unsharded(model: nn.Module) -> Iterator[None]:
                 whole[id(own)] = nn.Parameter(_shared_by_layers(one, made), own.requires_grad)
     named = model.named_parameters(remove_duplicate=False)
     state = {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
-    hooks = [table for part in model.modules() for table in (part._forward_pre_hooks, part._forward_hooks)]
-    kept = [(table, dict(table)) for table in hooks]
-    for part in model.modules():
-        for key, hook in part._forward_pre_hooks.items():
-            if (owner := _owner(hook)) is not None:
-                part._forward_pre_hooks[key] = partial(_cast_inputs, owner._mp_policy)
-        for key, hook in part._forward_hooks.items():
-            if (owner := _owner(hook)) is not None:
-                part._forward_hooks[key] = partial(_cast_outputs, owner._mp_policy)
-    try:
-        with other_state(model, state):
-            yield
-    finally:
-        for table, before in kept:
-            table.update(before)
+    with ExitStack() as stack:
+        for part in model.modules():
+            for table, cast in ((part._forward_pre_hooks, _cast_inputs), (part._forward_hooks, _cast_outputs)):
+                owners = ((key, _owner(hook)) for key, hook in table.items())
+                casts = {key: partial(cast, owner._mp_policy) for key, owner in owners if owner is not None}
+                stack.enter_context(patch.dict(table, casts))
+        stack.enter_context(other_state(model, state))
+        yield
 
 
 def _shared_by_layers(one: Any, local: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from inspect import getattr_static
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +17,12 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.fake_internals import is_without_data
 from planner.capture.module_internals import ddp_around, has_full_backward_hooks
-from planner.capture.sharding import SHARES, WHOLE
+from planner.capture.sharding import SHARES, WHOLE, Unit
 from planner.capture.torch_internals import installed_call
 from planner.errors import UsageError
 from planner.findings.subject import ModuleFacts
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_blocks, is_within
-
-if TYPE_CHECKING:
-    from planner.capture.sharding import Unit
 
 _FSDP = "torch.distributed.fsdp"
 """Slow to import: a model is sharded only where somebody has imported it."""
@@ -64,7 +60,11 @@ def has_units(model: nn.Module) -> bool:
 
 def _fsdp() -> Any:
     """Return :mod:`planner.capture.fsdp_internals`, if anything can be sharded."""
-    return import_module("planner.capture.fsdp_internals") if _FSDP in sys.modules else None
+    if _FSDP not in sys.modules:
+        return None
+    from planner.capture import fsdp_internals
+
+    return fsdp_internals
 
 
 def units_of(model: nn.Module) -> list[Unit]:
