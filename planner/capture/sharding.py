@@ -195,8 +195,8 @@ class Sharding:
             (self.before_forward if is_entered else self.after_forward)(path)
         elif is_entered:
             self.before_backward(path)
-        else:
-            self.after_backward(path)
+        elif path in self.units:  # where a unit's input needs no gradient, its backward is over with the step's
+            self._complete(path)
 
     def before_forward(self, path: str) -> None:
         """Gather a unit that is not."""
@@ -232,13 +232,8 @@ class Sharding:
         for other in self.order[max(place - 1, 0) : place]:
             self._all_gather(other)
 
-    def after_backward(self, path: str) -> None:
-        """Spread a unit's gradients, or keep them; where its input needs none, that waits for the backward's end."""
-        if path in self.units:
-            self._complete(path)
-
     def end(self) -> None:
-        """Do so with what is left, and let go of what was summed over copies."""
+        """Spread or keep the gradients that are left, and let go of what was summed over copies."""
         for path in [ROOT, *self.gathered]:
             if path in self.gathered:
                 self._complete(path)
