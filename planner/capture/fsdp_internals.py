@@ -63,7 +63,7 @@ def sharded_units(model: nn.Module) -> list[Unit]:
 
 def gradient_state(model: nn.Module) -> tuple[Any, ...]:
     """Return how each unit treats gradients, and what it finds of earlier steps; it is asked in every step."""
-    return tuple((group.reduce_grads, _found(group)) for group in _all_groups(model))
+    return tuple((group.reduce_grads, group.reshard_after_backward, _found(group)) for group in _all_groups(model))
 
 
 def _found(group: Any) -> Found:
