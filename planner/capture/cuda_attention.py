@@ -29,9 +29,6 @@ _HALVES = (torch.float16, torch.bfloat16)
 _CUDNN_FIRST = ("sm90", "sm100", "sm103")
 """Where cuDNN is tried first, given the cuDNN that torch's builds for CUDA 13 bring."""
 
-_OLDER = ("sm50", "sm60", "sm61", "sm70", "sm72", "sm75")
-"""Without tensor cores for bfloat16, and without flash attention."""
-
 _LITTLE_SHARED_MEMORY = ("sm86", "sm89", "sm120", "sm121")
 """Cards on which flash attention has no backward for some large heads."""
 
@@ -131,17 +128,16 @@ def _flash(spec: DeviceSpec, call: _Call) -> bool:
     same_size = size == call.key.shape[-1] == call.value.shape[-1] and size <= _FLASH_HEAD
     square = not call.is_causal or call.query.shape[2] == call.key.shape[2]
     no_backward = 192 < size <= 224 or (size > 224 and call.dropout_p > 0)
-    card = spec.architecture not in _OLDER and not (spec.architecture in _LITTLE_SHARED_MEMORY and no_backward)
+    card = not (spec.architecture in _LITTLE_SHARED_MEMORY and no_backward)
     takes = call.mask is None and call.query.dtype in _HALVES and same_size and square and card
     return takes and call.is_dense(grouped=call.enable_gqa)
 
 
-def _efficient(spec: DeviceSpec, call: _Call) -> bool:
-    older = spec.architecture in _OLDER
-    alignment = 8 if call.query.dtype in _HALVES else 1 if older else 4
+def _efficient(_spec: DeviceSpec, call: _Call) -> bool:
+    alignment = 8 if call.query.dtype in _HALVES else 4
     size, value_size = call.query.shape[-1], call.value.shape[-1]
     sizes = size == call.key.shape[-1] and size % alignment == 0 and value_size % alignment == 0
-    known = call.query.dtype in (torch.float16, torch.float32) or (call.query.dtype == torch.bfloat16 and not older)
+    known = call.query.dtype in (*_HALVES, torch.float32)
     grouped = call.enable_gqa and rules_here().grouped_efficient
     return known and sizes and not (call.mask is not None and call.is_causal) and call.is_dense(grouped=grouped)
 

@@ -12,7 +12,7 @@ from torch import nn
 from planner.capture.fake_internals import without_logs_of_errors
 from planner.capture.model_facts import sharded_inside
 from planner.capture.provenance import is_library, short_path
-from planner.capture.torch_internals import BatchNorm, TorchDynamoException, Unsupported, depends_on_data
+from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
 from planner.errors import CaptureError, ForwardError, PlannerError
 
 _RAISED = re.compile(r"(?P<by>got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
@@ -46,7 +46,7 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
         reason = first_line(error) if inner is None else in_one_line(inner)
         problem = _FAILS
         if depends_on_data(error):
-            problem, reason = _NOT_ONE_GRAPH, _ON_DATA + _averaging(model, error)
+            problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         elif raised := _RAISED.search(f"{error} {cause}"):
             reason = f"{raised['kind']}: {raised['message']}"
             problem = _FAILS if raised["by"] == "got" else _FAILS_IN_DYNAMO
@@ -75,19 +75,8 @@ def explain_forward(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         problem, reason = _FAILS, in_one_line(error)
         if depends_on_data(error):
-            problem, reason = _NOT_ONE_GRAPH, _ON_DATA + _averaging(model, error)
+            problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         raise _explained(problem, model, reason, error) from error
-
-
-def _averaging(model: nn.Module, error: BaseException) -> str:
-    """Name the BatchNorm that counts batches to average over them, if that is what depends on data."""
-    if "batch_norm" not in str(error):
-        return ""
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNorm) and module.momentum is None and module.training:
-            named = name or type(module).__name__
-            return f": {named} has momentum=None, and reads how many batches there were; set one"
-    return ""
 
 
 def _explained(problem: str, model: nn.Module, reason: str, error: BaseException) -> CaptureError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from planner.capture.fake_internals import fake_mode
 from planner.capture.sharding import GATHERED, ROOT, SHARES, WHOLE, Found, Parameter, Unit
 from planner.capture.torch_internals import other_state
-from planner.ir.layers import is_within
 
 
 def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
@@ -40,45 +39,30 @@ def shards_of(model: nn.Module) -> int:
     return max(getattr(group.mesh_info, "shard_mesh_size", 1) for group in _all_groups(model))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardedUnit:
-    """Parameters that ``fully_shard`` gathers together."""
-
-    path: str
-    """Of the first of its modules; :data:`ROOT` is the model."""
-    modules: tuple[nn.Module, ...]
-    """Around whose forwards they are gathered."""
-    unit: Unit
-
-
-def sharded_units(model: nn.Module) -> list[ShardedUnit]:
+def sharded_units(model: nn.Module) -> list[Unit]:
     """Return what a sharded model gathers together; none of a model that is not sharded."""
     paths = {module: path for path, module in model.named_modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
     for group in _all_groups(model):
         path = paths[group.modules[0]]
-        state: Any = group.modules[0]._get_fsdp_state()
-        ahead, back = ([paths[one._modules[0]] for one in states] for states in _told_ahead(state))
         parameters = [(names[id(_registered(one))], one) for one in group.fsdp_params]
         unit = Unit(
+            path=path,
+            modules=tuple(group.modules),
             parameters=tuple(_as_gathered(name, one, group.mp_policy) for name, one in parameters),
             stays=_stays(group, is_root=path == ROOT),
-            stays_after_backward=not group.reshard_after_backward,
-            keeps_for=_keeps_for(group),
             copies=isinstance(group.mesh_info, HSDPMeshInfo),
             is_on_host=isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu",
             sends=group.reduce_grads,
             finds=_found(group),
-            ahead=tuple(ahead),
-            ahead_in_backward=tuple(back) or None,
         )
-        found.append(ShardedUnit(path=path, modules=tuple(group.modules), unit=unit))
+        found.append(unit)
     return found
 
 
 def gradient_state(model: nn.Module) -> tuple[Any, ...]:
-    """Return how each unit treats gradients, and what it finds of earlier steps."""
+    """Return how each unit treats gradients, and what it finds of earlier steps; it is asked in every step."""
     return tuple((group.reduce_grads, group.reshard_after_backward, _found(group)) for group in _all_groups(model))
 
 
@@ -95,17 +79,6 @@ def _found(group: Any) -> Found:
     ):
         found.add(WHOLE)
     return frozenset(found)
-
-
-def _keeps_for(group: Any) -> int:
-    """Return over how many ranks parameters are spread after a forward, if that is not all of them; else 0."""
-    after = group.post_forward_mesh_info
-    return 0 if after in (None, group.mesh_info) else int(after.shard_mesh_size)
-
-
-def _told_ahead(state: Any) -> tuple[list[Any], list[Any]]:
-    """Return the units that one is told to gather ahead, in its forward and in its backward."""
-    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
 
 
 def _stays(group: Any, *, is_root: bool) -> bool:
@@ -134,65 +107,27 @@ def shares_layers(model: nn.Module) -> bool:
     return any(one.is_dtensor for group in _all_groups(model) for one in group.fsdp_params)
 
 
-def types_of_shares(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Return the types of a rank's share of each parameter, and of its gradient while that is sent, by its names.
-
-    A model that is not sharded has none.
-    """
-    found: dict[int, tuple[torch.dtype, torch.dtype]] = {}
-    for group in _all_groups(model):
-        for one in group.fsdp_params:
-            own, policy = one.sharded_param.dtype, group.mp_policy
-            spread = policy.reduce_dtype or policy.param_dtype or own
-            found[id(_registered(one))] = own, spread
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: found[id(parameter)] for name, parameter in named if id(parameter) in found}
-
-
-def units_beside(model: nn.Module, blocks: Iterable[str]) -> list[ShardedUnit]:
-    """Return the units of a sharded model that neither are blocks, nor inside or around any, nor the root."""
-    paths, blocks = {module: path for path, module in model.named_modules()}, list(blocks)
-
-    def is_beside(path: str) -> bool:
-        return path != ROOT and not any(is_within(path, block) or is_within(block, path) for block in blocks)
-
-    return [unit for unit in sharded_units(model) if all(is_beside(paths[module]) for module in unit.modules)]
-
-
-def settings_of(model: nn.Module, blocks: Iterable[str]) -> str:
+def settings_of(model: nn.Module, blocks: Collection[str]) -> str:
     """Say which units of a sharded model are gathered otherwise than by default; ``""`` if none is."""
-    beside = {unit.path for unit in units_beside(model, blocks)}
     said = []
     for unit in sharded_units(model):
-        name, one = f"block {unit.path}" if unit.path else "the model", unit.unit
-        if unit.path in beside:
-            name = unit.path
+        name = f"block {unit.path}" if unit.path in blocks else unit.path or "the model"
+        if unit.path != ROOT and unit.path not in blocks:
             said.append(f"{name} is sharded as a unit of its own")
-        if one.keeps_for:
-            said.append(f"{name} is sharded with reshard_after_forward={one.keeps_for}")
-        elif one.stays != (unit.path == ROOT):
-            said.append(f"{name} is sharded with reshard_after_forward={not one.stays}")
-        if one.copies:
+        if unit.stays != (unit.path == ROOT):
+            said.append(f"{name} is sharded with reshard_after_forward={not unit.stays}")
+        if unit.copies:
             said.append(f"{name} is sharded over a mesh that also copies it (HSDP)")
-        if one.is_on_host:
+        if unit.is_on_host:
             said.append(f"{name} is sharded with a CPUOffloadPolicy")
-        if not one.sends:
+        if not unit.sends:
             said.append(f"gradients of {name} stay whole until a later backward (set_requires_gradient_sync)")
-        if one.stays_after_backward:
-            said.append(f"{name} stays gathered after the backward (set_reshard_after_backward)")
-        if one.ahead or one.ahead_in_backward:
-            back = "" if one.ahead_in_backward is None else f", in the backward {' '.join(one.ahead_in_backward)}"
-            said.append(f"{name} is sharded with prefetching of its own: {' '.join(one.ahead)}{back}")
     return "; ".join(said)
 
 
 def computes_in_other_types(model: nn.Module) -> bool:
     """Whether parameters of a sharded model are gathered in other types than those of its shares."""
-    return any(
-        one.sharded_param.is_floating_point() and group.mp_policy.param_dtype not in (None, one.sharded_param.dtype)
-        for group in _all_groups(model)
-        for one in group.fsdp_params
-    )
+    return any(p.item_bytes != p.share_item_bytes for unit in sharded_units(model) for p in unit.parameters)
 
 
 def _registered(one: Any) -> nn.Parameter:
@@ -217,21 +152,14 @@ def unsharded(model: nn.Module) -> Iterator[None]:
                 whole[id(own)] = nn.Parameter(_shared_by_layers(one, made), own.requires_grad)
     named = model.named_parameters(remove_duplicate=False)
     state = {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
-    hooks = [table for part in model.modules() for table in (part._forward_pre_hooks, part._forward_hooks)]
-    kept = [(table, dict(table)) for table in hooks]
-    for part in model.modules():
-        for key, hook in part._forward_pre_hooks.items():
-            if (owner := _owner(hook)) is not None:
-                part._forward_pre_hooks[key] = partial(_cast_inputs, owner._mp_policy)
-        for key, hook in part._forward_hooks.items():
-            if (owner := _owner(hook)) is not None:
-                part._forward_hooks[key] = partial(_cast_outputs, owner._mp_policy)
-    try:
-        with other_state(model, state):
-            yield
-    finally:
-        for table, before in kept:
-            table.update(before)
+    with ExitStack() as stack:
+        for part in model.modules():
+            for table, cast in ((part._forward_pre_hooks, _cast_inputs), (part._forward_hooks, _cast_outputs)):
+                owners = ((key, _owner(hook)) for key, hook in table.items())
+                casts = {key: partial(cast, owner._mp_policy) for key, owner in owners if owner is not None}
+                stack.enter_context(patch.dict(table, casts))
+        stack.enter_context(other_state(model, state))
+        yield
 
 
 def _shared_by_layers(one: Any, local: torch.Tensor) -> torch.Tensor:
@@ -272,16 +200,23 @@ def _cast(dtype: torch.dtype | None, tree: Any) -> Any:
 
 
 def _settings(block: FSDPModule, ranks: int | None) -> Iterator[str]:
-    for group in _groups(block._get_fsdp_state()):
+    state = block._get_fsdp_state()
+    for group in _groups(state):
         if ranks is not None and (shards := getattr(group.mesh_info, "shard_mesh_size", 1)) != ranks:
             yield f"over {shards} ranks, and was planned for ranks={ranks}"
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
+            yield "with a larger part than its share after the forward (reshard_after_forward is a number)"
+        if not group.reshard_after_backward:
+            yield "with parameters that stay gathered after the backward (set_reshard_after_backward)"
         if not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo):
             yield "with gradients that are not summed over copies yet (set_requires_all_reduce)"
         if not group.unshard_in_backward:
             yield "with parameters that are not gathered for the backward (set_unshard_in_backward)"
         if getattr(group, "reduce_scatter_max_input_buffers", 1) > 1:  # from torch 2.13 on
             yield "with more buffers for gradients than one (set_reduce_scatter_max_input_buffers)"
-    if not block._get_fsdp_state()._state_ctx.is_last_backward:
+    if state._states_to_forward_prefetch or state._states_to_backward_prefetch:
+        yield "with prefetching of its own (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch)"
+    if not state._state_ctx.is_last_backward:
         yield "with more backwards to come (set_is_last_backward)"
 
 

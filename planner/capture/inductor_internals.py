@@ -18,7 +18,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.inductor_order_internals import Placement, must_stay_apart, placement
+from planner.capture.inductor_order_internals import Placement, must_stay_apart
 from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction, outside_tracing
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
@@ -281,7 +281,7 @@ def _placement_in(lowering: Any) -> Placement:
     """Return where a graph that is lowered is to have its elementwise nodes."""
     known: Placement | None = vars(lowering).get("_placement")
     if known is None:
-        known = lowering._placement = placement(lowering.module.graph)
+        known = lowering._placement = Placement(lowering.module.graph)
     return known
 
 

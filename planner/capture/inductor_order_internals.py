@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -45,22 +44,6 @@ def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
     return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which elementwise nodes are to be in memory where a graph has them, and which are not."""
-
-    stored: frozenset[fx.Node]
-    """What they are made of would be in memory till the last of their readers, and is more."""
-    inlined: frozenset[fx.Node]
-    """They are made of little: each reader computes them itself."""
-
-
-def placement(graph: fx.Graph) -> Placement:
-    """Say what becomes of the elementwise nodes of a graph that Inductor compiles, in O(nodes + reads)."""
-    order = _Order(graph)
-    return Placement(stored=frozenset(order.stored), inlined=frozenset(order.inlined))
-
-
 def must_stay_apart(product: fx.Node, total: fx.Node) -> bool:
     """Whether a product that is computed in one call with the sum that reads it would hold more until then."""
     between = product.next
@@ -82,8 +65,11 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-class _Order:
-    """The order of a graph's nodes, and until when what they make is read."""
+class Placement:
+    """Which elementwise nodes of a graph that Inductor compiles are to be in memory where it has them, and which not.
+
+    Found in O(nodes + reads).
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         nodes = list(graph.nodes)
@@ -96,22 +82,17 @@ class _Order:
                     self._readers[_owner(source)].append(node)
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.stored: set[fx.Node] = set()
+        """What they are made of would be in memory till the last of their readers, and is more."""
         self.inlined: set[fx.Node] = set()
+        """They are made of little: each reader computes them itself."""
         for node in nodes:
             if not _is_view(node):
                 self._place(node)
 
-    def _is_far(self, earlier: fx.Node, later: fx.Node) -> bool:
-        """Whether library calls lie between two nodes."""
-        return self._calls[self._at[later]] > self._calls[self._at[earlier] + 1]
-
-    def _waiting_bytes(self, sources: Collection[fx.Node], reader: fx.Node) -> int:
+    def _waiting_bytes(self, sources: Collection[fx.Node], last: fx.Node) -> int:
         """Count what would wait in memory for a reader, and for nobody later."""
-        return sum(_size_bytes(source) for source in sources if self._is_free_before(reader, source))
-
-    def _is_free_before(self, node: fx.Node, source: fx.Node) -> bool:
-        readers = self._readers[source]
-        return not _is_resident(source) and all(self._at[reader] < self._at[node] for reader in readers)
+        waiting = (s for s in sources if all(self._at[reader] < self._at[last] for reader in self._readers[s]))
+        return sum(_size_bytes(source) for source in waiting if not _is_resident(source))
 
     def _place(self, node: fx.Node) -> None:
         """Note from which memory a node is computed, and whether its own is to be part of that."""
@@ -127,7 +108,8 @@ class _Order:
         sources = frozenset[fx.Node]().union(*(self._sources[_owner(source)] for source in node.all_input_nodes))
         size_bytes = _size_bytes(node)
         last = max(readers, key=self._at.__getitem__, default=node)
-        if self._is_far(node, last) and size_bytes < self._waiting_bytes(sources, last):
+        is_far = self._calls[self._at[last]] > self._calls[self._at[node] + 1]  # library calls lie between
+        if is_far and size_bytes < self._waiting_bytes(sources, last):
             self.stored.add(node)
             return
         if _LITTLE * sum(map(_size_bytes, sources)) <= size_bytes:

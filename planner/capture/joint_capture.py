@@ -96,13 +96,13 @@ def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:
     The model, real or built under :func:`fake_mode`, is left as it was. Options are those of :func:`until_stopped`.
     A CaptureError names the line and the cause if the model cannot be captured whole.
     """
-
-    def stop(joint: JointGraph) -> Any:
-        raise Stopped(joint)
-
     with timings.stage("capture"):
-        joint: JointGraph = until_stopped(model, inputs, stop, **options)
+        joint: JointGraph = until_stopped(model, inputs, _stop, **options)
     return joint
+
+
+def _stop(joint: JointGraph) -> Any:
+    raise Stopped(joint)
 
 
 def until_stopped(
@@ -144,11 +144,7 @@ class Captures:
 
     def of(self, module: nn.Module, inputs: Inputs, implementation: Callable[..., Any]) -> JointGraph:
         """Return the graph of a call with the module's own tensors for inputs, as :func:`capture` does."""
-
-        def stop(joint: JointGraph) -> Any:
-            raise Stopped(joint)
-
-        own = IsolatedCall(module, implementation, stop, kind=_SharedCapture, **self._options)
+        own = IsolatedCall(module, implementation, _stop, kind=_SharedCapture, **self._options)
 
         def run() -> None:
             for call in self._calls:

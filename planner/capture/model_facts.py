@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import getattr_static
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,12 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.fake_internals import is_without_data
 from planner.capture.module_internals import ddp_around, has_full_backward_hooks
-from planner.capture.sharding import SHARES, WHOLE
+from planner.capture.sharding import SHARES, WHOLE, Unit
 from planner.capture.torch_internals import installed_call
 from planner.errors import UsageError
 from planner.findings.subject import ModuleFacts
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_blocks, is_within
-
-if TYPE_CHECKING:
-    from planner.capture.fsdp_internals import ShardedUnit
 
 _FSDP = "torch.distributed.fsdp"
 """Slow to import: a model is sharded only where somebody has imported it."""
@@ -34,21 +31,12 @@ _FSDP = "torch.distributed.fsdp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model is when it is planned, as far as that decides how: asked once, and passed on."""
+    """What a model is when it is planned, as far as that decides which runtimes are tried: asked once, and passed on."""
 
-    device: torch.device
-    is_fake: bool
-    """Whether it was built under a fake mode."""
     has_several_ranks: bool
     """Whether ``torch.distributed`` runs more than one process."""
-    has_units: bool
-    """Whether ``fully_shard`` was called on it or its parts."""
     is_sharded: bool
     """Whether ``fully_shard`` has its parameters spread over ranks now."""
-    shards: int
-    """Over how many ranks ``fully_shard`` spreads it; 1 without."""
-    has_distributed_tensors: bool
-    """Whether parameters are DTensors, by ``fully_shard`` or ``parallelize_module``."""
     shares_layers: bool
     """Whether ranks share layers (``parallelize_module``), which may be sharded as well."""
     sharded_inside: str
@@ -57,21 +45,16 @@ class ModelFacts:
     """Submodules that their own ``compile()`` compiled."""
 
     @classmethod
-    def of(cls, model: nn.Module, *arguments: Any) -> ModelFacts:
-        """Look at a model; ``arguments`` tell the device of one without parameters and buffers.
+    def of(cls, model: nn.Module) -> ModelFacts:
+        """Look at a model.
 
         >>> facts = ModelFacts.of(nn.Linear(2, 2))
-        >>> facts.device.type, facts.is_sharded, facts.shards, facts.compiled_parts
-        ('cpu', False, 1, ())
+        >>> facts.is_sharded, facts.compiled_parts
+        (False, ())
         """
         return cls(
-            device=of_model(model, *arguments),
-            is_fake=is_fake(model),
             has_several_ranks=has_several_ranks(),
-            has_units=has_units(model),
             is_sharded=is_sharded(model),
-            shards=shards_of(model),
-            has_distributed_tensors=has_distributed_tensors(model),
             shares_layers=shares_layers(model),
             sharded_inside=sharded_inside(model),
             compiled_parts=tuple(compiled_parts(model)),
@@ -104,29 +87,28 @@ def is_sharded(model: nn.Module) -> bool:
 
 def has_units(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on a model or its parts, whatever its parameters are now."""
+    fsdp = _fsdp()
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def _fsdp() -> Any:
+    """Return :mod:`planner.capture.fsdp_internals`, if anything can be sharded."""
     if _FSDP not in sys.modules:
-        return False
-    from torch.distributed.fsdp import FSDPModule
+        return None
+    from planner.capture import fsdp_internals
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return fsdp_internals
 
 
-def units_of(model: nn.Module) -> list[ShardedUnit]:
+def units_of(model: nn.Module) -> list[Unit]:
     """Return what ``fully_shard`` gathers together of a model, whatever its parameters are now; none if it does not."""
-    if _FSDP not in sys.modules:
-        return []
-    from planner.capture.fsdp_internals import sharded_units
-
-    return sharded_units(model)
+    fsdp = _fsdp()
+    return [] if fsdp is None else list(fsdp.sharded_units(model))
 
 
 def shards_of(model: nn.Module) -> int:
     """Return over how many ranks a model is sharded; 1 if it is not."""
-    if not has_units(model):
-        return 1
-    from planner.capture.fsdp_internals import shards_of
-
-    return shards_of(model)
+    return int(_fsdp().shards_of(model)) if has_units(model) else 1
 
 
 def gradient_state(model: nn.Module) -> Hashable:
@@ -134,38 +116,26 @@ def gradient_state(model: nn.Module) -> Hashable:
 
     Of a model that is neither sharded nor inside DDP there is nothing to say.
     """
-    if _FSDP in sys.modules:
-        from planner.capture.fsdp_internals import gradient_state
-
-        if state := gradient_state(model):
-            return state
-    return ddp_around(model)
+    fsdp = _fsdp()
+    return (() if fsdp is None else fsdp.gradient_state(model)) or ddp_around(model)
 
 
 def finds_gradients(model: nn.Module) -> bool:
     """Whether gradients of earlier backwards are there as the call of a model begins that several ranks train."""
     if units := units_of(model):
-        return any(not unit.unit.finds.isdisjoint((WHOLE, SHARES)) for unit in units)
+        return any(not unit.finds.isdisjoint((WHOLE, SHARES)) for unit in units)
     ddp = ddp_around(model)
     return ddp is not None and ddp.finds_gradients
 
 
 def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
     """Say how a sharded model is, if that is otherwise than a plan counts on."""
-    if not has_units(model):
-        return None
-    from planner.capture.fsdp_internals import unplanned_sharding
-
-    return unplanned_sharding(model, blocks, ranks)
+    return _fsdp().unplanned_sharding(model, blocks, ranks) if has_units(model) else None
 
 
 def whole(model: nn.Module) -> AbstractContextManager[None]:
     """Let a sharded model be as its own code sees it: see :func:`planner.capture.fsdp_internals.unsharded`."""
-    if not has_units(model):
-        return nullcontext()
-    from planner.capture.fsdp_internals import unsharded
-
-    return unsharded(model)
+    return _fsdp().unsharded(model) if has_units(model) else nullcontext()
 
 
 def sharded_inside(model: nn.Module) -> str:
@@ -174,23 +144,14 @@ def sharded_inside(model: nn.Module) -> str:
     >>> sharded_inside(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     ''
     """
-    if not has_units(model):
-        return ""
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    kinds = kinds_of(model)
-    blocks = find_blocks(dict.fromkeys(kinds, 1), kinds)
+    units, kinds = [unit.path for unit in units_of(model)], kinds_of(model)
+    blocks = find_blocks(dict.fromkeys(kinds, 1), kinds) if units else ()
     return next((unit for unit in units for block in blocks if unit != block and is_within(unit, block)), "")
 
 
 def shares_layers(model: nn.Module) -> bool:
     """Whether ranks share layers of a model (``parallelize_module``), which may be sharded as well."""
-    if not is_sharded(model):
-        return has_distributed_tensors(model)
-    from planner.capture.fsdp_internals import shares_layers
-
-    return shares_layers(model)
+    return _fsdp().shares_layers(model) if is_sharded(model) else has_distributed_tensors(model)
 
 
 def has_distributed_tensors(model: nn.Module) -> bool:

@@ -23,23 +23,21 @@ def _indexed_alike(args: Sequence[Any]) -> int:
     return min(int(args[0].shape[d]) for d, index in enumerate(args[1]) if index is not None)
 
 
+_ALONG_A_DIMENSION = (
+    aten.gather.default, aten.index_add.default, aten.index_select.default,
+    aten.scatter.src, aten.scatter.value, aten.scatter_add.default,
+)  # fmt: skip
+_BY_INDICES = (
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default,
+)  # fmt: skip
+
 _INDEX_BOUND: dict[Any, Callable[[Sequence[Any]], int]] = {
     aten.embedding.default: lambda args: args[0].shape[0],
     aten.embedding_dense_backward.default: lambda args: args[2],
-    aten.nll_loss_forward.default: lambda args: args[0].shape[1],
-    aten.nll_loss_backward.default: lambda args: args[1].shape[1],
-    aten.nll_loss2d_forward.default: lambda args: args[0].shape[1],
-    aten.nll_loss2d_backward.default: lambda args: args[1].shape[1],
-    aten.gather.default: lambda args: args[0].shape[args[1]],
-    aten.scatter.value: lambda args: args[0].shape[args[1]],
-    aten.scatter_add.default: lambda args: args[0].shape[args[1]],
-    aten.index_select.default: lambda args: args[0].shape[args[1]],
-    aten.index.Tensor: _indexed_alike,
-    aten._unsafe_index.Tensor: _indexed_alike,
-    aten.index_put.default: _indexed_alike,
-    aten._unsafe_index_put.default: _indexed_alike,
-    aten.scatter.src: lambda args: args[0].shape[args[1]],
-    aten.index_add.default: lambda args: args[0].shape[args[1]],
+    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), lambda args: args[0].shape[1]),
+    **dict.fromkeys((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), lambda args: args[1].shape[1]),
+    **dict.fromkeys(_ALONG_A_DIMENSION, lambda args: args[0].shape[args[1]]),
+    **dict.fromkeys(_BY_INDICES, _indexed_alike),
 }
 """What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
 
@@ -56,21 +54,12 @@ _GROUP_ENDS = {aten._grouped_mm.default: _rows_of_groups}
 _OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
 """Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
 
-_SHRUNK = {
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.soft_margin_loss.default,
-}
+_LOSSES = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+_SHRUNK = {getattr(aten, name).default for name in _LOSSES}
 """Losses that are made element by element and then shrunk to one, their memory not. Fake tensors do not know that."""
 
-_COPIES = {
-    aten.copy.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.as_strided_scatter.default,
-}
+_SCATTERING = ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
+_COPIES = {aten.copy.default, *(getattr(aten, name).default for name in _SCATTERING)}
 """What copies all the memory behind its first argument, of which that may be a part. Fake tensors know it only the
 first time that they are asked: what they remember of a call has no size of the memory."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,23 +114,18 @@ class Gradients:
     def followed(self, recorder: StorageRecorder, parameters: Mapping[str, torch.Tensor]) -> Iterator[list[int]]:
         """Let a recorded step begin and end so; gives the storages of the gradients that are there, as made first."""
         found: list[int] = []
-        with recorder.silent():
-            for parameter in (parameters[name] for name in sorted(self.found)):
-                parameter.grad = torch.zeros_like(parameter)
-                if self.are_in_buckets:
-                    recorder.resident(parameter.grad)
-                else:
-                    found.append(recorder.made(parameter.grad, kind="gradient"))
-            hooks = [
-                self._take(recorder, parameter)
-                for parameter in parameters.values()
-                if parameter.requires_grad and parameter.is_leaf and self.go_into_buckets
-            ]
-        try:
+        with ExitStack() as stack:
+            with recorder.silent():
+                for parameter in (parameters[name] for name in sorted(self.found)):
+                    parameter.grad = torch.zeros_like(parameter)
+                    if self.are_in_buckets:
+                        recorder.resident(parameter.grad)
+                    else:
+                        found.append(recorder.made(parameter.grad, kind="gradient"))
+                for parameter in parameters.values():
+                    if parameter.requires_grad and parameter.is_leaf and self.go_into_buckets:
+                        stack.enter_context(self._take(recorder, parameter))
             yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _take(self, recorder: StorageRecorder, parameter: torch.Tensor) -> RemovableHandle:
         bucket = torch.zeros_like(parameter)

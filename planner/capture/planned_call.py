@@ -84,15 +84,8 @@ def parts_as_written(model: nn.Module) -> Iterator[None]:
 
     Code that a part's own ``compile()`` makes reads memory, and where that is fake there is none.
     """
-    compiled = {part: installed_call(part) for part in map(model.get_submodule, compiled_parts(model))}
-    for part in compiled:
-        install_call(part, None)
-    try:
-        with parts_run_as_they_are():
-            yield
-    finally:
-        for part, call in compiled.items():
-            install_call(part, call)
+    with calling(dict.fromkeys(map(model.get_submodule, compiled_parts(model)))), parts_run_as_they_are():
+        yield
 
 
 def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:
@@ -186,29 +179,27 @@ def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
     Code that a module's own ``compile()`` made is of its ``forward``, and does not run meanwhile.
     """
     before = {module: vars(module).get("forward") for module in replacing}
-    compiled = {module: call for module in replacing if (call := installed_call(module)) is not None}
-    for module in compiled:
-        install_call(module, None)
-    for module, forward in replacing.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, call in compiled.items():
-            install_call(module, call)
-        for module, own in before.items():
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = own
+    with calling(dict.fromkeys(module for module in replacing if installed_call(module) is not None)):
+        for module, forward in replacing.items():
+            vars(module)["forward"] = forward
+        try:
+            yield
+        finally:
+            for module, own in before.items():
+                if own is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = own
 
 
 @contextmanager
-def calling(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module(...)`` run ``call`` for as long as the context lasts."""
-    before = installed_call(module)
-    install_call(module, call)
+def calling(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
+    """Let calls of modules run something else for as long as the context lasts: their own call where that is None."""
+    before = {module: installed_call(module) for module in calls}
+    for module, call in calls.items():
+        install_call(module, call)
     try:
         yield
     finally:
-        install_call(module, before)
+        for module, call in before.items():
+            install_call(module, call)

@@ -3,8 +3,8 @@
 This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default prefetching: in
 the forward the buffer of one gather lives until the next unit is gathered; in the backward the next block is gathered
 before the current one runs; the buffer of one reduce-scatter lives until the next. A unit that is told to
-(``reshard_after_forward=False``) stays gathered between its forward and its backward, or keeps a larger part than its
-share. What a unit's backward recomputes finds its parameters gathered, so recompute needs no further gather.
+(``reshard_after_forward=False``) stays gathered between its forward and its backward. What a unit's backward
+recomputes finds its parameters gathered, so recompute needs no further gather.
 
 Gradients that are not sent yet stay whole, in the type in which they will be; those of later backwards are added.
 """
@@ -64,13 +64,13 @@ Found = frozenset[str]
 class Unit:
     """Parameters that are gathered together."""
 
+    path: str = ROOT
+    """Of the first of its modules."""
+    modules: Sequence[Any] = ()
+    """Around whose forwards they are gathered."""
     parameters: Sequence[Parameter]
     stays: bool = False
     """Whether they stay gathered after the forward, until their gradients are spread."""
-    stays_after_backward: bool = False
-    """Whether they stay gathered after the backward, for the next forward."""
-    keeps_for: int = 0
-    """Over so few ranks the parameters are spread between forward and backward; 0 where each keeps its share alone."""
     copies: bool = False
     """Whether other ranks have the same shares (HSDP): gradients are then summed over these too."""
     is_on_host: bool = False
@@ -79,10 +79,6 @@ class Unit:
     """Whether its gradients are spread in this backward; else they stay whole, to be in a later one."""
     finds: Found = frozenset()
     """What earlier steps have left."""
-    ahead: Sequence[str] = ()
-    """Units that are gathered ahead as its forward begins."""
-    ahead_in_backward: Sequence[str] | None = None
-    """Those as its backward begins; None for the one whose backward comes next."""
 
     def as_planned(self, *, finds_gradients: bool) -> Unit:
         """Return the unit with what a step is planned to find: gradients are left out, or there for certain."""
@@ -103,7 +99,13 @@ class Unit:
 
 
 Units = Mapping[str, Unit]
-"""By the paths of the modules around whose forward they are gathered; :data:`ROOT` for the model's own."""
+"""By their paths; :data:`ROOT` is the model's own."""
+
+
+def spread_gradients(units: Units, gradients: Mapping[str, int]) -> set[int]:
+    """Return those of the gradients of parameters, by their names, that FSDP2 spreads and then frees."""
+    names = {parameter.name for unit in units.values() if unit.spreads for parameter in unit.trainable}
+    return {gradient for name, gradient in gradients.items() if name in names}
 
 
 def resident(around: StaticMemory, units: Units, alignment_bytes: int) -> StaticMemory:
@@ -164,15 +166,13 @@ class Sharding:
         self.last_gathered: list[int] = []
         """What the last gather of the forward wrote into, which is there until the next."""
         self.gathered: dict[str, list[int]] = {}
-        self.kept: dict[str, list[int]] = {}
-        """What units keep between forward and backward that keep more than their share."""
         self.earlier: dict[str, int] = {}
         """Whole gradients of earlier backwards that those of this one are added to by FSDP2, by parameter."""
         self.order: list[str] = []
         """Units in the order in which their forwards end."""
         self.last_reduced: list[int] = []
         self.until_end: list[int] = []
-        """What is there until the backward ends: parameters that stay, and what was summed over copies."""
+        """What was summed over copies: it is there until the backward ends."""
 
     def begin(self) -> None:
         """Find what earlier steps have left, and gather what belongs to no block, for the whole step."""
@@ -195,28 +195,22 @@ class Sharding:
             (self.before_forward if is_entered else self.after_forward)(path)
         elif is_entered:
             self.before_backward(path)
-        else:
-            self.after_backward(path)
+        elif path in self.units:  # where a unit's input needs no gradient, its backward is over with the step's
+            self._complete(path)
 
     def before_forward(self, path: str) -> None:
         """Gather a unit that is not."""
-        if path not in self.units:
-            return
-        if path not in self.gathered:
+        if path in self.units and path not in self.gathered:
             self._all_gather(path)
             self._add("free the gather before", path, self.last_gathered)
-            self._copy_out(path, [self.buffers[path]])
+            self._copy_out(path)
             self.last_gathered = [self.buffers.pop(path)]
-        for other in self.units[path].ahead:
-            self._all_gather(other)
 
     def after_forward(self, path: str) -> None:
         """Free a unit's parameters; its gather's buffer stays until the next unit is gathered."""
         if path not in self.units:
             return
-        if self.units[path].keeps_for:
-            self._keep_more(path)
-        elif not self.units[path].stays:
+        if not self.units[path].stays:
             self._add("reshard", path, self.gathered.pop(path))
         self.order.append(path)
 
@@ -232,19 +226,14 @@ class Sharding:
             return
         if path not in self.gathered:
             self._all_gather(path)
-            self._copy_out(path, [])
-            self._add("free the gather", path, [self.buffers.pop(path), *self.kept.pop(path, [])])
-        place, ahead = self.order.index(path), self.units[path].ahead_in_backward
-        for other in self.order[max(place - 1, 0) : place] if ahead is None else ahead:
+            self._copy_out(path)
+            self._add("free the gather", path, [self.buffers.pop(path)])
+        place = self.order.index(path)
+        for other in self.order[max(place - 1, 0) : place]:
             self._all_gather(other)
 
-    def after_backward(self, path: str) -> None:
-        """Spread a unit's gradients, or keep them; where its input needs none, that waits for the backward's end."""
-        if path in self.units:
-            self._complete(path)
-
     def end(self) -> None:
-        """Do so with what is left, and let go of what was kept to the end."""
+        """Spread or keep the gradients that are left, and let go of what was summed over copies."""
         for path in [ROOT, *self.gathered]:
             if path in self.gathered:
                 self._complete(path)
@@ -257,8 +246,7 @@ class Sharding:
         unit = self.units[path]
         size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in unit.parameters)
         moved = [p for p in unit.parameters if unit.is_on_host or p.item_bytes != p.share_item_bytes]
-        spread_over = self.ranks if path not in self.kept else unit.keeps_for
-        moved_bytes = sum(p.padded(self.ranks) // spread_over * p.item_bytes for p in moved)
+        moved_bytes = sum(p.padded(self.ranks) // self.ranks * p.item_bytes for p in moved)
         # What is cast first, or comes from the host, is gone after the call.
         beside = [self._value("own part", path, moved_bytes, GATHERED)] if moved_bytes else []
         beside += self._gloo_copies(path, size_bytes, GATHERED)
@@ -275,22 +263,9 @@ class Sharding:
     def _share_bytes(self, unit: Unit) -> int:
         return sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in unit.trainable)
 
-    def _copy_out(self, path: str, reads: Sequence[int]) -> None:
-        unit, reads = self.units[path], [*reads, self.buffers[path]]
-        if not unit.keeps_for:
-            self.gathered[path] = [self._make("parameters", path, self._gathered_bytes(unit), GATHERED, reads=reads)]
-            return
-        sizes = [p.padded(self.ranks) * p.item_bytes for p in unit.parameters]  # freed one by one
-        self.gathered[path] = [self._value("parameter", path, size_bytes, GATHERED) for size_bytes in sizes]
-        self._add("parameters", path, reads, self.gathered[path])
-
-    def _keep_more(self, path: str) -> None:
-        """Copy of each parameter what the rank keeps of it, and free the rest."""
-        unit = self.units[path]
-        self.kept[path] = []
-        for parameter, value in zip(unit.parameters, self.gathered.pop(path), strict=True):
-            size_bytes = parameter.padded(self.ranks) // unit.keeps_for * parameter.item_bytes
-            self.kept[path].append(self._make("reshard", path, size_bytes, GATHERED, reads=[value]))
+    def _copy_out(self, path: str) -> None:
+        size_bytes, reads = self._gathered_bytes(self.units[path]), [self.buffers[path]]
+        self.gathered[path] = [self._make("parameters", path, size_bytes, GATHERED, reads=reads)]
 
     def _complete(self, path: str) -> None:
         """Add a unit's gradients to those of earlier backwards, free its parameters, and spread them or keep them."""
@@ -299,10 +274,7 @@ class Sharding:
         for parameter in unit.trainable:
             if parameter.name in self.earlier and parameter.name in gradients:
                 self._add_to_earlier(path, parameter, gradients)
-        if unit.stays_after_backward:
-            self.until_end += self.gathered.pop(path)
-        else:
-            self._add("reshard", path, self.gathered.pop(path))
+        self._add("reshard", path, self.gathered.pop(path))
         if unit.sends:
             self._reduce(path, list(gradients.values()))
             return

@@ -14,6 +14,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -199,24 +200,10 @@ def _clear_caches(model: nn.Module) -> None:
             ahead.append(one.fget)
 
 
-def forget(alive: Callable[[], Collection[int]], name: str) -> None:
-    """Clear what other caches of functions keep of a recording; ``alive`` are the storages that are still there.
-
-    Warns if others keep some: the model is then not as it was.
-    """
-    if not alive():
-        return
-    gc.collect()
-    if not alive():
-        return
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # what is frozen is not listed
-    caches = [one for one in gc.get_objects() if type(one) is _CACHE]
-    if was_frozen:
-        gc.freeze()
-    for cache in caches:
-        if not alive().isdisjoint(map(storage_id, _tensors_of(cache))):  # type: ignore[attr-defined]
-            cache.cache_clear()
+def warn_of_what_is_kept(alive: Callable[[], Collection[int]], name: str) -> None:
+    """Warn if anything keeps some of a recording, whose storages ``alive`` gives: the model is then not as it was."""
+    if alive():
+        gc.collect()
     if alive():
         warnings.warn(
             f"{name} keeps tensors of a step that was recorded without data, outside of its modules: build it anew "
@@ -237,47 +224,45 @@ def _tensors_of(cache: Any) -> Iterator[torch.Tensor]:
                 ahead.append(one)
 
 
+def _numpy_state() -> list[Any]:
+    """Return numpy's random state as plain numbers, which can be compared; nothing where nobody imported it."""
+    state = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else ()
+    return [part.tolist() if hasattr(part, "tolist") else part for part in state]
+
+
+def _states_of_torch() -> list[bytes]:
+    """Return the states of the CPU and of GPUs as bytes: tensors would be in measured peaks."""
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [bytes(state.tolist()) for state in (torch.get_rng_state(), *of_gpus)]
+
+
+@dataclass
 class HostStates:
     """The random states of Python and of numpy, as they are when this is made: torch's checkpoint knows neither."""
 
-    def __init__(self) -> None:
-        self.python = random.getstate()
-        self.numpy: Any = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, type(self)) and self.plain() == other.plain()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def plain(self) -> list[Any]:
-        """Return them as numbers, which can be compared."""
-        return [self.python, *(part.tolist() if hasattr(part, "tolist") else part for part in self.numpy or ())]
+    of_python: Any = field(default_factory=random.getstate)
+    of_numpy: list[Any] = field(default_factory=_numpy_state)
 
     def restore(self) -> None:
         """Let the next random numbers be those that came next then."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        random.setstate(self.of_python)
+        if self.of_numpy:
+            sys.modules["numpy"].random.set_state(tuple(self.of_numpy))
 
 
+@dataclass
 class RandomStates(HostStates):
-    """All random states as they are when this is made; torch's are bytes, since a tensor would be in measured peaks."""
+    """All random states as they are when this is made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cpu = _as_bytes(torch.get_rng_state())
-        self.cuda = [*map(_as_bytes, torch.cuda.get_rng_state_all())] if torch.cuda.is_available() else []
-
-    def plain(self) -> list[Any]:
-        """Return them as numbers, which can be compared."""
-        return [*super().plain(), self.cpu, *self.cuda]
+    of_torch: list[bytes] = field(default_factory=_states_of_torch)
 
     def restore(self) -> None:
         """Let the next random numbers be those that came next then."""
         super().restore()
-        torch.set_rng_state(_as_tensor(self.cpu))
-        if self.cuda:
-            torch.cuda.set_rng_state_all(map(_as_tensor, self.cuda))
+        cpu, *of_gpus = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.of_torch)
+        torch.set_rng_state(cpu)
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
 
 
 def seed_all(number: int) -> None:
@@ -286,14 +271,6 @@ def seed_all(number: int) -> None:
     torch.default_generator.manual_seed(number)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(number)
-
-
-def _as_bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.tolist())
-
-
-def _as_tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 @contextmanager

@@ -175,15 +175,8 @@ class StorageRecorder(TorchDispatchMode):
     @contextmanager
     def modules(self) -> Iterator[None]:
         """Keep track of which modules are at work in the forward."""
-        hooks = [
-            register_module_forward_pre_hook(self.entered),
-            register_module_forward_hook(self.left, always_call=True),
-        ]
-        try:
+        with register_module_forward_pre_hook(self.entered), register_module_forward_hook(self.left, always_call=True):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def entered(self, module: nn.Module, _inputs: Any) -> None:
         """Note that a module's forward begins."""
@@ -230,14 +223,14 @@ class Run:
     """
 
     node: fx.Node
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    writes: tuple[int, ...]
-    writes_resident: bool
     module: str
-    source: str
-    flops: int
-    moved_bytes: int
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    writes_resident: bool = False
+    source: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
     derivative_of: str = ""
     occurrence: int = 0
     workspace_bytes: int | None = None
@@ -372,7 +365,4 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     def turn(self, unit: str, *, is_entered: bool) -> None:
         """Note that the forward or backward of a unit of FSDP2 begins, or ends."""
         node = self._nodes.node(_unit_boundary, (), {}, ())
-        nothing: dict[str, Any] = {"reads": (), "makes": (), "writes": (), "writes_resident": False}
-        self.events.append(
-            Turn(node=node, module=unit, source="", flops=0, moved_bytes=0, is_entered=is_entered, **nothing)
-        )
+        self.events.append(Turn(node=node, module=unit, is_entered=is_entered))

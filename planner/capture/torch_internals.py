@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
@@ -502,22 +502,26 @@ def _upsampled(operator: OpOverload, x: torch.Tensor, output_size: Any, *more: A
 
 
 @contextmanager
+def _traced_as(kernels: Mapping[OpOverload, Callable[..., Any] | None]) -> Iterator[None]:
+    """Let operators be traced by functions in place of what torch makes of them; as themselves where that is None."""
+    with ExitStack() as stack:
+        for operator, kernel in kernels.items():
+            others = {key: other for key, other in operator.py_kernels.items() if key not in _COMPOSITE}
+            own = {} if kernel is None else dict.fromkeys(_COMPOSITE, kernel)
+            stack.callback(operator._dispatch_cache.clear)
+            stack.enter_context(patch.dict(operator.py_kernels, others | own, clear=True))
+            operator._dispatch_cache.clear()
+        yield
+
+
+@contextmanager
 def symbolic_kernels() -> Iterator[None]:
     """Let operators of eager training be traced with symbolic sizes, where torch reads these as numbers."""
     packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith("upsample_")]
     rules = {packet.default: _upsampled_from for packet in packets if packet.__name__.endswith("_backward")}
-    upsampling = [packet for packet in packets if "vec" in packet.overloads()]
-    try:
-        for packet in upsampling:
-            packet.vec.py_kernels.update(dict.fromkeys(_COMPOSITE, partial(_upsampled, packet.default)))
-            packet.vec._dispatch_cache.clear()
-        with patch.dict(decomposition_table, {**rules, **decomposition_table}):
-            yield
-    finally:
-        for packet in upsampling:
-            for key in _COMPOSITE:
-                packet.vec.py_kernels.pop(key, None)
-            packet.vec._dispatch_cache.clear()
+    upsampling = {packet.vec: partial(_upsampled, packet.default) for packet in packets if "vec" in packet.overloads()}
+    with _traced_as(upsampling), patch.dict(decomposition_table, {**rules, **decomposition_table}):
+        yield
 
 
 @contextmanager
@@ -526,20 +530,9 @@ def eager_kernels(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
 
     What draws random numbers stays, also where nobody reads the result: what is drawn after it would differ.
     """
-    operators = _decomposed_by_tracing()
-    before = [dict(operator.py_kernels) for operator in operators]
-    try:
-        for operator in operators:
-            for key in _COMPOSITE:
-                operator.py_kernels.pop(key, None)
-            operator._dispatch_cache.clear()
-        torch.ops.aten.dropout.default.py_kernels.update(dict.fromkeys(_COMPOSITE, dropout))
-        with inductor_config.patch(fallback_random=True):  # asked for by what eliminates dead code
-            yield
-    finally:
-        for operator, kernels in zip(operators, before, strict=True):
-            operator.py_kernels.update(kernels)
-            operator._dispatch_cache.clear()
+    kernels = {**dict.fromkeys(_decomposed_by_tracing()), torch.ops.aten.dropout.default: dropout}
+    with _traced_as(kernels), inductor_config.patch(fallback_random=True):  # asked for by what eliminates dead code
+        yield
 
 
 DIFFERENTIATING: dict[str, Any] = (
@@ -609,17 +602,12 @@ def is_marked_dynamic(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def without_dynamic_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Take the marks off tensors for as long as the context lasts."""
-    taken = []
-    for tensor in tensors:  # one that comes twice has none left the second time
-        attributes = vars(tensor)
-        names = attributes.keys() & (_DYNAMIC_MARKS | _BESIDE_MARKS)
-        taken.append((attributes, {name: attributes.pop(name) for name in names}))
-    try:
+    """Take the marks off tensors for as long as the context lasts; those that they get meanwhile go with it."""
+    with ExitStack() as stack:
+        for attributes in map(vars, tensors):
+            others = {name: value for name, value in attributes.items() if name not in _DYNAMIC_MARKS | _BESIDE_MARKS}
+            stack.enter_context(patch.dict(attributes, others, clear=True))
         yield
-    finally:
-        for attributes, marks in taken:
-            attributes.update(marks)
 
 
 @contextmanager
@@ -634,12 +622,7 @@ def with_symbolic_sizes(varying: Iterable[tuple[torch.Tensor, Iterable[int]]]) -
     ):
         for tensor, dimensions in varying:
             torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))
-        try:
-            yield
-        finally:
-            for tensor, _ in varying:
-                for name in vars(tensor).keys() & (_DYNAMIC_MARKS | _BESIDE_MARKS):
-                    delattr(tensor, name)
+        yield
 
 
 _numbers_seen: ContextVar[dict[str, float]] = ContextVar("numbers of earlier captures")
@@ -688,24 +671,15 @@ def other_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator
     """
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     others = {id(tensor): state[path] for path, tensor in every if path in state}
-    tables: list[dict[str, Any]] = [
-        table
-        for part in model.modules()
-        for table in (part._parameters, part._buffers)
-        if not others.keys().isdisjoint(map(id, table.values()))
-    ]
-    layers = [vars(part) for part in model.modules() if isinstance(part, nn.RNNBase)]
-    kept = [(table, dict(table)) for table in tables]
-    kept += [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
-    for table in tables:
-        table.update({name: others[id(tensor)] for name, tensor in table.items() if id(tensor) in others})
-    for layer, weights in kept[len(tables) :]:
-        layer.update({name: list(of_it) for name, of_it in weights.items()})
-    try:
+    with ExitStack() as stack:
+        for part in model.modules():
+            for table in (part._parameters, part._buffers):
+                swapped = {name: others[id(tensor)] for name, tensor in table.items() if id(tensor) in others}
+                stack.enter_context(patch.dict(table, swapped) if swapped else nullcontext())
+            if isinstance(part, nn.RNNBase):
+                weights = {name: list(vars(part)[name]) for name in ("_flat_weights", "_flat_weight_refs")}
+                stack.enter_context(patch.dict(vars(part), weights))
         yield
-    finally:
-        for place, before in kept:
-            place.update(before)
 
 
 def min_cut_partition(

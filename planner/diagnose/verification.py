@@ -151,7 +151,7 @@ class _Step:
     def measured(self, running: Callable[..., Any], start: _ModelState) -> tuple[int, StepResult]:
         """Return the second step's peak and results; the first one captures, plans and compiles."""
         model = self.model
-        with as_its_class(model), calling(model, running):
+        with as_its_class(model), calling({model: running}):
             self.run()
             start.put_back(model)
             peak_bytes, outputs = measure_peak(self.run, self.device)
@@ -166,7 +166,7 @@ class _Step:
         return peak_bytes, result
 
     def seconds(self, running: Callable[..., Any]) -> float:
-        with as_its_class(self.model), calling(self.model, running):
+        with as_its_class(self.model), calling({self.model: running}):
             self.model.zero_grad(set_to_none=True)
             begun = time.perf_counter()
             self.run()

@@ -19,10 +19,8 @@ _THREADS = 2
 _LARGE_BYTES = 32 * 2**20
 _SMALL_BYTES = (2 * 4096 + 8 * 16) * 2**10
 _LT_BYTES = 2**20
-_LIBRARIES = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"
 _UNIFIED_SINCE = (2, 12)
 """The version since which cuBLASLt works in cuBLAS's workspace."""
-_TRUE = ("1", "true", "True", "TRUE", "y", "Y", "yes", "YES", "on", "ON")
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """The first that is there counts."""
@@ -55,13 +53,12 @@ def workspaces(
         return (whole // _THREADS,) * _THREADS if whole else ()
     major, minor = (int(part) for part in version.split(".")[:2])
     is_old = (major, minor) < _UNIFIED_SINCE
-    sizes, lt_size, unified = (environment.get(name) for name in _LIBRARIES)
     large = ("sm90",) if is_old else ("sm90", "sm100", "sm103", "sm120")
-    found = re.findall(r":(\d+):(\d+)", sizes or "")
+    found = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     default_bytes = _LARGE_BYTES if architecture in large else _SMALL_BYTES
     of_each = [2**10 * sum(int(size) * int(count) for size, count in found) if found else default_bytes]
-    if is_old if unified is None else unified not in _TRUE:
-        of_each.append(2**10 * int(lt_size) if lt_size and lt_size.isdigit() else _LT_BYTES)
+    if is_old:
+        of_each.append(_LT_BYTES)
     return tuple(of_each) * _THREADS
 
 

@@ -115,8 +115,6 @@ def _power(number: int) -> int:
 
 def _threads_of(spec: DeviceSpec) -> int:
     """Return how many threads a multiprocessor runs at once."""
-    if spec.architecture == "sm75":
-        return 1024
     return 2048 if spec.architecture in ("sm80", "sm90", "sm100", "sm103") else 1536
 
 

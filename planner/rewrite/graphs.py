@@ -64,10 +64,9 @@ def extract_fwd_bwd(
     """Write the forward and backward graph modules of a schedule that the simulator accepts, in O(runs x arguments).
 
     ``over`` names, for operations that write over an input, the value whose place their result takes: nobody reads it
-    after them. The graphs have the
-    signatures that AOTAutograd expects of a partition: the forward gives its outputs and then what it saves; the
-    backward takes what was saved and then the tangents. Saved numbers come last in the forward, and first in the
-    backward.
+    after them. The graphs have the signatures that AOTAutograd expects of a partition: the forward gives its outputs
+    and then what it saves; the backward takes what was saved and then the tangents. Saved numbers come last in the
+    forward, and first in the backward.
     """
     boundary = schedule.order.index(lowered.graph.loss_index)
     forward_outputs, _ = lowered.joint.outputs

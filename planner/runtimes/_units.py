@@ -6,7 +6,7 @@ FSDP2's, run around a unit and not inside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from planner.capture.blocks.regions import AS_BLOCK, Block, Lower, placeholders_
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures
-from planner.capture.fsdp_internals import ShardedUnit, settings_of, types_of_shares, units_beside
+from planner.capture.fsdp_internals import settings_of
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
@@ -84,17 +84,12 @@ def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: 
     around = static_memory_of(model, everything, spec, options)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    is_sharded = around.gradient_shards > 1
-    beside = units_beside(model, captured) if is_sharded else []
-    sharded = _sharded(model, captured, beside, options) if is_sharded else None
+    sharded = _sharded(model, captured, options) if around.gradient_shards > 1 else None
     accumulates = options.training.gradient_accumulation
     found = found_by_autograd(model, sharded.values() if sharded else None, accumulates=accumulates)
-    modules = {unit.path: unit.modules for unit in beside}
-    if is_sharded:
-        modules |= {path: (model.get_submodule(path),) for path in (*captured, ROOT)}
+    modules = {path: unit.modules for path, unit in (sharded or {}).items()}
     trace, used = followed.trace(captured, options.loss, replace(options.gradients, found=found), modules)
     if sharded is not None:
-        sharded = _sharded(model, used, beside, options)
         around = resident(around, sharded, spec.alignment_bytes)
     around = around.without("gradients")  # they are seen in the step
     context = context_of(model, spec, around, options)
@@ -107,13 +102,13 @@ def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: 
     return Step(followed, lowered, used, lowered_with)
 
 
-def how_it_trains(model: nn.Module, blocks: Iterable[str], options: Options) -> dict[str, str]:
+def how_it_trains(model: nn.Module, blocks: Collection[str], options: Options) -> dict[str, str]:
     """Describe how a model is sharded and which gradients it finds; ``""`` for the default."""
     settings = settings_of(model, blocks)
     if options.gradients.go_into_buckets:
         settings = "DDP is told gradient_as_bucket_view=True"
     accumulates = options.training.gradient_accumulation
-    if units := [unit.unit for unit in units_of(model)]:
+    if units := units_of(model):
         finds = {what for unit in units for what in unit.as_planned(finds_gradients=accumulates).finds}
     elif options.training.data_parallel == "fsdp2":
         finds = {SHARES} if accumulates else set()
@@ -123,30 +118,25 @@ def how_it_trains(model: nn.Module, blocks: Iterable[str], options: Options) -> 
     return {SHARDING: settings, FINDS: found}
 
 
-def _sharded(model: nn.Module, blocks: Iterable[str], beside: Sequence[ShardedUnit], options: Options) -> Units:
-    """Return the parameters that are gathered together: of each block, of units beside them, and of the rest."""
-    types, known = types_of_shares(model), {unit.path: unit.unit for unit in units_of(model)}
-    path_beside = {one.name: unit.path for unit in beside for one in unit.unit.parameters}
-    units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, *(unit.path for unit in beside), ROOT)}
-    for name, parameter in model.named_parameters():
-        path = path_beside.get(name) or next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
-        share, spread = types.get(name, (parameter.dtype, parameter.dtype))
-        units[path].append(
-            Parameter(
-                name=name,
-                shape=tuple(parameter.shape),
-                item_bytes=parameter.element_size(),
-                share_item_bytes=share.itemsize,
-                spread_item_bytes=spread.itemsize,
-                trainable=parameter.requires_grad,
-            )
-        )
-    default = {path: known.get(path, Unit(parameters=(), stays=path == ROOT)) for path in units}
+def _sharded(model: nn.Module, blocks: Collection[str], options: Options) -> Units:
+    """Return the parameters that are gathered together: as the model is sharded, else each block's and the rest."""
     finds_gradients = options.training.gradient_accumulation
-    return {
-        path: replace(default[path].as_planned(finds_gradients=finds_gradients), parameters=parameters)
-        for path, parameters in units.items()
-    }
+    units = units_of(model) or _by_block(model, blocks)
+    return {unit.path: unit.as_planned(finds_gradients=finds_gradients) for unit in units}
+
+
+def _by_block(model: nn.Module, blocks: Collection[str]) -> list[Unit]:
+    parameters: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
+    for name, parameter in model.named_parameters():
+        path, size = next((path for path in blocks if name.startswith(f"{path}.")), ROOT), parameter.element_size()
+        sizes = dict.fromkeys(("item_bytes", "share_item_bytes", "spread_item_bytes"), size)
+        parameters[path].append(
+            Parameter(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, **sizes)
+        )
+    return [
+        Unit(path=path, modules=(model.get_submodule(path),), parameters=of_it, stays=path == ROOT)
+        for path, of_it in parameters.items()
+    ]
 
 
 def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:

@@ -309,7 +309,7 @@ class _Auto(RuntimeOfCalls):
         if (reuse := known.get("reuse")) is not None:
             return plan_with(reuse.runtime)
         tried: Tried = []
-        plan = try_each(candidates(ModelFacts.of(model, *inputs.args)), tried, options, plan_with)
+        plan = try_each(candidates(ModelFacts.of(model)), tried, options, plan_with)
         if plan is None:
             raise reason(tried)
         return explained(plan, tried, options)

@@ -110,7 +110,7 @@ def _installed(
             # its forward alone: it finds its parameters gathered.
             call = module.forward if module in units else call_implementation(module)
             run = partial(_run, module, call, kept, where)
-            stack.enter_context(forwards({module: run}) if module in units else calling(module, run))
+            stack.enter_context(forwards({module: run}) if module in units else calling({module: run}))
         # Autocast around the call would keep every weight that it has cast until the caller leaves it.
         stack.callback(torch.clear_autocast_cache)
         yield

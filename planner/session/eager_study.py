@@ -189,7 +189,7 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
     tensors = inputs.tensors()
     around = static_memory_of(model, tensors, spec, options, blocks)
     if around.gradient_shards > 1 and (units := units_of(model)):
-        around = resident(around, {unit.path: unit.unit for unit in units}, spec.alignment_bytes)
+        around = resident(around, {unit.path: unit for unit in units}, spec.alignment_bytes)
     if options.training.data_parallel != "none":
         around = around.without("gradients")  # they are seen in the step
     step = lower_eager(trace, model, tensors, context_of(model, spec, around, options))
@@ -230,7 +230,7 @@ def _found(model: nn.Module, training: Training) -> frozenset[str]:
     if training.data_parallel == "none":
         return frozenset()
     accumulates = training.gradient_accumulation
-    units = [unit.unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
+    units = [unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
     return found_by_autograd(model, units or None, accumulates=accumulates and training.data_parallel == "ddp")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from planner.capture import tracing_internals
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from tests.runtimes.steps import assert_gradients, assert_same, beside, train
+from tests.runtimes.steps import assert_same, beside, train
 
 WIDTH = 8
 
@@ -119,23 +118,3 @@ def test_without_data_nobody_can_look_and_nobody_is_warned() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(model, Inputs(given, {}))
-
-
-@pytest.mark.parametrize("masked", [None, 5])
-def test_gemma_has_the_mask_that_it_has_in_eager(masked: int | None) -> None:
-    from transformers import GemmaConfig, GemmaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = GemmaConfig(vocab_size=16, num_hidden_layers=1, head_dim=8, use_bidirectional_attention=True, **sizes)
-    config.use_cache = False
-    plain, wrapped = beside(GemmaForCausalLM(config), **GRAPH)
-    tokens = torch.randint(16, (2, 8))
-    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
-    if masked is not None:
-        given["attention_mask"] = torch.ones_like(tokens)
-        given["attention_mask"][0, :masked] = 0
-    ours, theirs = wrapped(**given).loss, plain(**given).loss
-    assert torch.equal(ours, theirs)
-    for loss in (ours, theirs):
-        loss.backward()
-    assert_gradients(plain, wrapped)

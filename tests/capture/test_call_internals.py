@@ -82,12 +82,3 @@ def test_what_is_called(operator: Any, args: tuple[Any, ...], called: Any) -> No
     names = module.forward.__func__.__globals__
     name = next(name for name in names if name.startswith("shortcut"))
     assert names[name] is (called or operator._op) or (called is not None and names[name] == called)
-
-
-def test_other_functions_stay() -> None:
-    graph = fx.Graph()
-    given = graph.placeholder("x")
-    graph.output(graph.call_function(torch.sin, (given,)))
-    module = fx.GraphModule({}, graph)
-    recompile_directly(module)
-    assert torch.equal(module(torch.ones(2)), torch.ones(2).sin())

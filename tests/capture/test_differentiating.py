@@ -1,4 +1,4 @@
-"""Forwards that differentiate: gradient penalties, equations of physics, force fields, learning to learn."""
+"""Forwards that differentiate: gradient penalties, force fields, learning to learn."""
 
 from __future__ import annotations
 
@@ -25,21 +25,6 @@ ROWS, WIDTH = 256, 32
 def network(inputs: int) -> nn.Sequential:
     between = (layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     return nn.Sequential(nn.Linear(inputs, WIDTH), nn.Tanh(), *between, nn.Linear(WIDTH, 1))
-
-
-class Equation(nn.Module):
-    """Learns a solution of the heat equation: a derivative, and one of a derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(2)
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        points = points.clone().requires_grad_(True)
-        value = self.net(points)
-        (slope,) = torch.autograd.grad(value.sum(), points, create_graph=True)
-        (curvature,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
-        return (slope[:, 1] - curvature[:, 0]).square().mean() + value.square().mean()
 
 
 class Penalty(nn.Module):
@@ -93,7 +78,6 @@ def of_both(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "widths", "loss_fn"),
     [
-        pytest.param(Equation, (2,), None, marks=follows_leaves),
         pytest.param(Penalty, (8, 8), None, marks=follows_leaves),
         pytest.param(Field, (3,), of_both, marks=follows_leaves),
         (Learner, (4, 1), None),

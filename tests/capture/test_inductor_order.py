@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from planner.capture.inductor_order_internals import must_stay_apart, placement
+from planner.capture.inductor_order_internals import Placement, must_stay_apart
 
 aten = torch.ops.aten
 SIZES = {"large": (64, 64), "small": (1, 64)}
@@ -30,7 +30,7 @@ def graph_of(function: Callable[..., object], **inputs: str) -> fx.Graph:
 
 
 def placed(graph: fx.Graph) -> tuple[set[str], set[str]]:
-    found = placement(graph)
+    found = Placement(graph)
     return {node.name for node in found.stored}, {node.name for node in found.inlined}
 
 

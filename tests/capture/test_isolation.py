@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.common.options import grouped
 from planner.errors import CaptureError
-from tests.models import DependingOnData, Stack, language_model, rows
+from tests.models import Stack, rows
 from tests.tiers import tiered
 
 BUDGET = {"budget": "100%", "time_limit_seconds": 0.5}
@@ -88,35 +88,3 @@ def test_a_refusal_names_what_cannot_be_captured(culprit: str, recwarn: pytest.W
     with pytest.raises(CaptureError, match=says):
         planner.plan(Doing(what), rows(), **grouped(runtime="graph", **BUDGET))
     assert not list(recwarn)
-
-
-def test_a_norm_that_counts_batches_is_named_with_the_way_out() -> None:
-    model = nn.Sequential(Stack(has_loss=False), nn.BatchNorm1d(rows().shape[1], momentum=None))
-    with pytest.raises(CaptureError, match=r"depends on data: 1 has momentum=None.*; set one"):
-        planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET))
-    model[1].momentum = 0.1
-    assert planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET)).peak_bytes > 0
-
-
-@pytest.mark.filterwarnings("ignore:runtime 'modules'")
-def test_what_the_user_compiles_and_what_fails_leave_later_captures_alone() -> None:
-    compiled = torch.compile(Stack(), backend="aot_eager", dynamic=True)
-    for count in (64, 32):
-        compiled(rows(count)).backward()
-    for build in (DependingOnData, lambda: Drawing(OF_DRAWN["a slice"])):
-        model = planner.auto_wrap(build(), **grouped(runtime="graph", **BUDGET))
-        for _ in range(2):
-            with pytest.raises(CaptureError):
-                model(rows())
-        planner.plan(Stack(), rows(), **grouped(runtime="graph", **BUDGET))
-        planner.auto_wrap(Stack(), **grouped(runtime="graph", **BUDGET))(rows()).backward()
-        compiled(rows(48)).backward()
-
-
-def test_hidden_states_of_hugging_face_are_collected_in_a_graph_from_the_first_call_on() -> None:
-    """The model puts hooks in, once for all and under a lock, when it is first asked for them."""
-    model, tokens = language_model(num_hidden_layers=2, use_cache=False), torch.randint(0, 64, (2, 16))
-    planner.auto_wrap(model, **grouped(runtime="graph", **BUDGET))
-    outputs = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
-    outputs.loss.backward()
-    assert len(outputs.hidden_states) == 3

@@ -93,10 +93,10 @@ def test_padding_gets_its_mask_and_the_plan_keeps_the_budget() -> None:
     padded = whole.clone()
     padded[0, LENGTH // 2 :] = 0
     model = llama()
-    batches = [batch(attention_mask=mask) for mask in (whole, padded, whole, padded)]
+    batches = [batch(attention_mask=mask) for mask in (padded, whole, padded, whole)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     assert not close(expected[0], expected[1])
-    plan = planner.plan(model, batches[0], **grouped(activation_budget="80%", time_limit_seconds=1.0, compare=False))
+    plan = planner.plan(model, batches[1], **grouped(activation_budget="80%", time_limit_seconds=1.0, compare=False))
     assert [w for w in plan.warnings if w.rule == "branches-taken" and "attention_mask" in w.evidence]
     planner.auto_wrap(model, budget=plan)
     for kwargs, gradient in zip(batches, expected, strict=True):
@@ -114,16 +114,6 @@ def test_packed_sequences_get_their_mask() -> None:
     planner.auto_wrap(model, budget="100%")
     for kwargs, gradient in zip(batches, expected, strict=True):
         assert close(gradients(model, kwargs), gradient)
-
-
-def test_the_first_batch_may_be_the_one_that_needs_the_mask() -> None:
-    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, LENGTH // 2 :] = 0
-    model = llama()
-    expected = gradients(model, batch(attention_mask=mask))
-    plan = planner.plan(model, batch(attention_mask=torch.ones_like(mask)), **grouped(budget="100%", compare=False))
-    planner.auto_wrap(model, budget=plan)
-    assert close(gradients(model, batch(attention_mask=mask)), expected)
 
 
 def test_a_window_as_long_as_the_sequence_is_none() -> None:

@@ -64,8 +64,7 @@ def model_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeIn:
     return make
 
 
-@pytest.mark.parametrize("runtime", ["graph", "modules"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "runtime"), zip(NAMES, ["graph", "modules"] * 2, strict=True))
 def test_a_file_of_a_users_is_named_whatever_it_is_called(model_in: MakeIn, name: str, runtime: str) -> None:
     model, path = model_in(name)
     graph = planner.study(model, torch.randn(4, 8), runtime=runtime).graph

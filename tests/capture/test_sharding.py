@@ -40,7 +40,7 @@ def step_of(units: Units) -> TrainingGraph:
         sharding.before_backward(path)
         gradients[path] = builder.add_value(f"gradient of {path}", WHOLE_BYTES, kind="gradient")
         builder.add_once("backward", path, (), [gradients[path]])
-        sharding.after_backward(path)
+        sharding.turn(path, is_entered=False, is_forward=False)
     gradients[ROOT] = builder.add_value("gradient", WHOLE_BYTES, kind="gradient")
     builder.add_once("backward", ROOT, (), [gradients[ROOT]])
     sharding.end()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 from collections import OrderedDict, UserDict
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -22,14 +20,6 @@ from planner.common.options import grouped
 from tests.tiers import tiered
 
 TABLES: dict[int, torch.Tensor] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_again() -> Iterator[None]:
-    """Freeze what is imported once more: looking for a cache thaws it, and every collection would walk it."""
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 class Helper:

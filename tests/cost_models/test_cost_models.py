@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, asdict, dataclass
-from pathlib import Path
 
 import pytest
 
@@ -86,24 +83,6 @@ def test_unknown_cost_model_lists_the_nearest():
         cost_models.get("rooflin")
 
 
-def test_a_new_file_is_found_by_itself(tmp_path, monkeypatch):
-    (tmp_path / "constant.py").write_text("class COST_MODEL:\n    name = 'constant'\n")
-    monkeypatch.setattr(cost_models, "__path__", [*cost_models.__path__, str(tmp_path)])
-    cost_models._found.cache_clear()
-    try:
-        assert "constant" in cost_models.names()
-    finally:
-        sys.modules.pop("cost_models.constant", None)
-        cost_models._found.cache_clear()
-
-
-def test_importing_and_listing_needs_neither_torch_nor_planner():
-    code = "import sys, cost_models; cost_models.names(); print({'torch', 'planner'} & set(sys.modules))"
-    root = Path(cost_models.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
 # --- devices --------------------------------------------------------------------------------------
 
 
@@ -156,13 +135,6 @@ def test_tf32_has_a_rate_of_its_own_where_there_is_one():
     assert device("a100-40").peak_flops_per_second("tf32") == 156e12
     assert device("mi300x").peak_flops_per_second("bfloat16") == 1307.4e12
     assert devices.cpu(2).peak_flops_per_second("tf32") == devices.cpu(2).peak_flops_per_second("float32")
-
-
-def test_cpu_scales_with_cores():
-    one, four = devices.cpu(1), devices.cpu(4, memory_bytes=2**30)
-    assert four.bandwidth_bytes_per_second == 4 * one.bandwidth_bytes_per_second
-    assert four.memory_bytes == 2**30
-    assert device("cpu").cores >= 1
 
 
 # --- roofline -------------------------------------------------------------------------------------
@@ -371,16 +343,6 @@ def test_moved_bytes_of_a_gather_are_what_it_gathers():
 def test_moved_bytes_skip_what_only_lends_its_shape():
     x = torch.randn(100)
     assert flops.moved_bytes(aten.zeros_like.default, (x,), {}, torch.zeros_like(x)) == 400
-
-
-def test_fake_tensors_do():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        a, b = torch.empty(2**15, 2**15), torch.empty(2**15, 2**15)
-        product = a @ b
-    assert flops.count_flops(aten.mm.default, (a, b), {}, product) == 2 * 2**45
-    assert flops.moved_bytes(aten.mm.default, (a, b), {}, product) == 3 * 2**32
 
 
 def test_symbolic_sizes_are_counted_by_their_hints_and_add_no_guard():

@@ -40,7 +40,6 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, strides: tuple[int, 
     [
         {},
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-        {"CUBLASLT_WORKSPACE_SIZE": "4096", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"},
     ],
 )
 @gpu.only_fake

@@ -64,11 +64,6 @@ def test_elsewhere_it_is_the_roofline() -> None:
     assert planner.study(model, x).origin.cost_model == "roofline"
 
 
-def test_a_plan_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", search=planner.Search(deterministic=True))
-    assert plan.cost_model == "roofline"
-
-
 def test_another_process_measures_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = seconds(study())
     assert list(folder.glob("*.json"))
@@ -125,24 +120,12 @@ def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> 
     assert scaled and all(row[1] == pytest.approx(scale * row[2]) for row in scaled)
 
 
-@pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
-def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
+def test_a_file_of_another_place_is_as_good_as_none(folder: Path) -> None:
     profiling.keep("here", {"a": Measurement(seconds=1.0)})
     assert profiling.found_before("here") == {"a": Measurement(seconds=1.0)}
     (path,) = folder.glob("*.json")
-    path.write_text(damage)
+    path.write_text('{"place": "elsewhere", "took": {}}')
     assert profiling.found_before("here") == {} and not path.exists()
-
-
-def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    profiling.keep("here", {"a": Measurement(seconds=1.0)})
-    (path,) = folder.glob("*.json")
-    precious = path.rename(tmp_path / "precious")
-    before = precious.read_text()
-    path.symlink_to(precious)
-    profiling.keep("here", {"b": Measurement(seconds=2.0)})
-    assert list(profiling.found_before("here")) == ["b"]
-    assert precious.read_text() == before
 
 
 def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +133,6 @@ def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyP
     for name in "abc":
         profiling.keep("here", {name: Measurement(seconds=1.0)})
     assert list(profiling.found_before("here")) == ["b", "c"]
-
-
-def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "file"))
-    profiling.keep("here", {"a": Measurement(seconds=1.0)})
-    assert profiling.found_before("here") == {}
 
 
 def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(calls: Any) -> None:
@@ -175,7 +151,7 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
     assert (rates["bfloat16"] == rates["float16"]) is not able
 
 
-def test_a_curve_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    ask = {"budgets": 2, "deterministic": True, "time_limit_seconds": 1.0}
-    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **grouped(**ask)).cost_model == "roofline"
+def test_what_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
+    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", search=planner.Search(deterministic=True))
+    assert plan.cost_model == "roofline"
     assert study(deterministic=True).origin.cost_model == "roofline"

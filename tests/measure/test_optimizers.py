@@ -185,14 +185,6 @@ def test_on_cuda_temporaries_are_of_all_parameters_and_on_a_cpu_of_two_or_three(
     assert on == {"cpu": 3 * one_bytes, "cuda": 10 * one_bytes}
 
 
-def test_sizes_are_rounded_for_each_tensor():
-    model = nn.Linear(10, 10)  # 400 and 40 bytes
-    on_cuda = optimizer_memory(model, "adam", alignment_bytes=512, device_kind="cuda")
-    assert on_cuda == OptimizerMemory(state_bytes=2 * (512 + 512), master_bytes=0, step_bytes=512 + 512)
-    on_cpu = optimizer_memory(model, "adam", alignment_bytes=64, device_kind="cpu")
-    assert on_cpu.state_bytes == 2 * (448 + 64) + 2 * 64, "two moments and a counter for each"
-
-
 def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False))
     model[2].weight = model[0].weight
@@ -209,11 +201,8 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
 def test_without_trainable_parameters_nothing_is_kept(name):
     model = small_model("bfloat16").requires_grad_(False)
     assert optimizer_memory(model, name, alignment_bytes=64, device_kind="cpu", master_weights=True) == NOTHING
-
-
-def test_without_an_optimizer_nothing_is_kept():
-    model = small_model("bfloat16")
-    assert optimizer_memory(model, "none", alignment_bytes=64, device_kind="cpu", master_weights=True) == NOTHING
+    trainable = small_model("bfloat16")
+    assert optimizer_memory(trainable, "none", alignment_bytes=64, device_kind="cpu", master_weights=True) == NOTHING
 
 
 def test_master_weights_make_float32_copies_of_parameters_of_16_bits_and_of_their_gradients():
@@ -252,19 +241,7 @@ def test_optimizers_of_8_bits(name, device_kind):
     assert optimizer_memory(model, name, alignment_bytes=512, device_kind=device_kind).state_bytes == rounded == 70_656
 
 
-def test_optimizers_of_8_bits_with_master_weights():
-    model = nn.Linear(100, 100, bias=False, dtype=torch.bfloat16)
-    found = optimizer_memory(model, "adamw8bit", alignment_bytes=1, device_kind="cuda", master_weights=True)
-    state_bytes = 2 * (10_000 + 4 * 40) + 2 * 1024
-    assert found == OptimizerMemory(state_bytes=state_bytes, master_bytes=40_000, step_bytes=40_000)
-
-
-def test_optimizers_of_8_bits_need_no_maps_for_small_parameters_alone():
-    found = optimizer_memory(nn.Linear(10, 10), "adam8bit", alignment_bytes=1, device_kind="cuda")
-    assert found.state_bytes == 2 * 4 * 110
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "adam8bit"])
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 def test_a_fake_model_needs_what_a_real_one_does_inside_its_mode_and_outside(name, device_kind):
     ask = partial(optimizer_memory, name=name, alignment_bytes=64, device_kind=device_kind, master_weights=True)
@@ -275,7 +252,7 @@ def test_a_fake_model_needs_what_a_real_one_does_inside_its_mode_and_outside(nam
     assert ask(fake) == expected
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adam", "adafactor", "adam8bit"])
 def test_nothing_of_the_size_of_a_parameter_is_allocated(name):
     with fake_mode():
         model = nn.Linear(2**20, 2**20)

@@ -159,7 +159,7 @@ SHARDINGS = {
     "kept": "block blocks.0 is sharded with reshard_after_forward=False",
     "copied": "the model is sharded over a mesh that also copies it (HSDP)",
     "whole": "blocks.0 is not sharded by itself",
-    "prefetched": "blocks.0 is sharded with prefetching of its own",
+    "prefetched": "block blocks.0 is sharded with prefetching of its own",
     "hook": "DDP has a communication hook",
     "unsent": "gradients of the model stay whole until a later backward (set_requires_gradient_sync)",
 }

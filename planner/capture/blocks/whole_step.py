@@ -15,7 +15,7 @@ import torch
 from planner.capture.blocks.regions import Block, Passage, Recorder
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
-from planner.capture.sharding import StepBuilder, Units
+from planner.capture.sharding import StepBuilder, Units, spread_gradients
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.builder import StepContext
@@ -34,8 +34,7 @@ def put_together(
     """Return the graph of a model given ``inputs``, whose ``units`` FSDP2 shards, in O(operations + reads)."""
     builder = Builder(trace, blocks, context)
     if units:
-        names = {parameter.name for unit in units.values() if unit.spreads for parameter in unit.trainable}
-        builder.spread = {number for name, number in trace.gradients.items() if name in names}
+        builder.spread = spread_gradients(units, trace.gradients)
         builder.shard(units, builder.gradient_of)
     graph = builder.run()
     joint = JointGraph.without_graph(inputs)

@@ -18,7 +18,7 @@ from planner.capture.eager.trace import Call, Save, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_distributed_tensors, units_of
-from planner.capture.sharding import StepBuilder
+from planner.capture.sharding import StepBuilder, spread_gradients
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import StepContext
@@ -84,13 +84,8 @@ class _Lowering(StepBuilder):
         units = {}
         if context.gradient_shards > 1:
             finds_gradients = context.finds_gradients
-            units = {u.path: u.unit.as_planned(finds_gradients=finds_gradients) for u in units_of(model)}
-        spread = {
-            trace.gradients[parameter.name]
-            for unit in units.values()
-            for parameter in unit.trainable
-            if unit.spreads and parameter.name in trace.gradients
-        }
+            units = {unit.path: unit.as_planned(finds_gradients=finds_gradients) for unit in units_of(model)}
+        spread = spread_gradients(units, trace.gradients)
         for index, storage in enumerate(trace.storages):
             # What is not the device's, or is counted with the loss, takes nothing.
             is_elsewhere = storage.is_stand_in or (storage.is_number and not context.on_cpu)

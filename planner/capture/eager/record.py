@@ -22,7 +22,7 @@ from planner.capture.model_facts import has_distributed_tensors, is_fake, units_
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import Gradients, UnitCalls
 from planner.capture.planned_call import calling, forwards, parts_run_as_they_are
-from planner.capture.state_restore import forget, put_back, written_back
+from planner.capture.state_restore import put_back, warn_of_what_is_kept, written_back
 from planner.capture.target_device import TargetDevice, calls_of
 from planner.capture.torch_internals import FakeTensor, call_implementation, installed_call, other_state
 from planner.capture.trees import tensors_in
@@ -104,7 +104,7 @@ class _Recording:
 
     def _without_data(self) -> Trace:
         recorder = self._recorded(real=False)  # whose own names for tensors are gone by now
-        forget(recorder.still_there, type(self.model).__name__)
+        warn_of_what_is_kept(recorder.still_there, type(self.model).__name__)
         return recorder.trace
 
     def _recorded(self, *, real: bool) -> Recorder:
@@ -139,7 +139,7 @@ class _Recording:
                 gathered = partial(units[module].followed, recorder.turn, module, run)
                 following.enter_context(forwards({module: gathered}))
             elif name and installed_call(module) is None:  # one that is compiled already stays whole
-                following.enter_context(calling(module, partial(recorder.call, name, call_implementation(module))))
+                following.enter_context(calling({module: partial(recorder.call, name, call_implementation(module))}))
 
     def _step(self, recorder: Recorder, state: Mapping[str, torch.Tensor], inputs: Inputs) -> None:
         model, trace = self.model, recorder.trace

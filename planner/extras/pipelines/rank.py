@@ -86,9 +86,10 @@ def _unplanned(rank: RankOfPipeline, module: nn.Module) -> str:
         return "in parts. Shard the whole stage at once, fully_shard(stage), and nothing inside"
     if shards_of(module) == 1:
         return "over this rank alone. Leave fully_shard out"
-    unit = units[0].unit
-    if replace(unit, parameters=(), finds=frozenset()) != Unit(parameters=(), stays=True, copies=unit.copies):
-        return "with settings of its own. Leave resharding, prefetching, offload and sending as they are"
+    unit = units[0]
+    default = Unit(parameters=(), stays=True, copies=unit.copies)
+    if replace(unit, modules=(), parameters=(), finds=frozenset()) != default:
+        return "with settings of its own. Leave resharding, offload and sending as they are"
     if any(p.item_bytes != p.share_item_bytes or p.spread_item_bytes != p.item_bytes for p in unit.parameters):
         return "in mixed precision"
     return unplanned_sharding(module, (), None) or ""
@@ -148,7 +149,7 @@ class _Rank:
         self.rank, self.target, self.options, self.return_outputs = rank, target, options, return_outputs
         self.ranks = shards_of(rank.stages[0].submod)
         self.spec = device_spec(of_model(rank.stages[0].submod), options.target.device)
-        self.unit = next((unit.unit for stage in rank.stages for unit in units_of(stage.submod)), None)
+        self.unit = next((unit for stage in rank.stages for unit in units_of(stage.submod)), None)
         """What a sharded stage gathers for all micro-batches."""
         self.stages = []
         for stage, size in zip(rank.stages, sizes, strict=True):

@@ -136,15 +136,14 @@ def sharded_first(rank: int) -> dict[str, Any]:
         "kept": ({"reshard_after_forward": False}, {}),
         "never kept": ({"reshard_after_forward": True}, {}),
         "modules": ({}, {"runtime": "modules"}),
-        "ahead": ({"ahead": True}, {}),
         "inside": ({"inside": True}, {}),
     }
     return {name: _sharded_first(rank, *options, larger=name in common.LARGER) for name, options in ways.items()}
 
 
 def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any], *, larger: bool) -> dict[str, Any]:
-    ahead, inside = shard.pop("ahead", False), shard.pop("inside", False)
-    depth = 4 if ahead or inside else 2
+    inside = shard.pop("inside", False)
+    depth = 4 if inside else 2
 
     def sharded() -> nn.Module:
         with torch.device("meta"):
@@ -154,9 +153,6 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any], *, la
         parts = [part for pair in empty.blocks for part in pair] if inside else []
         for unit in (*parts, *empty.blocks, empty):
             fully_shard(unit, **{"mesh": mesh, **shard})
-        if ahead:
-            empty.blocks[0].set_modules_to_forward_prefetch([empty.blocks[1], empty.blocks[2]])
-            empty.blocks[3].set_modules_to_backward_prefetch([empty.blocks[2], empty.blocks[1]])
         model = empty.to_empty(device="cpu")
         model.load_state_dict({n: distribute_tensor(v, mesh) for n, v in state.items()})
         return model
@@ -293,7 +289,6 @@ def more_micro_batches(rank: int) -> dict[str, Any]:
         "fsdp2, 16 bits": (partial(sharded, mp_policy=common.IN_FLOAT32), {}),
         "fsdp2, 16 bits, each": (partial(sharded, mp_policy=common.IN_FLOAT32), {"waits": False}),
         "fsdp2, all 16 bits": (partial(sharded, mp_policy=common.IN_16_BITS), {}),
-        "fsdp2, gathered": (sharded, {"reshards": False}),
         "fsdp2, offloaded": (offloaded, {}),
         "fsdp2, offloaded, 16 bits": (partial(offloaded, mp_policy=common.IN_FLOAT32), {"waits": False}),
         "fsdp2, modules": (sharded, {"runtime": "modules"}),
@@ -302,17 +297,13 @@ def more_micro_batches(rank: int) -> dict[str, Any]:
 
 
 def micro_batches_of_four(rank: int) -> dict[str, Any]:
-    """Train by micro-batches over two ranks and two copies, and with parameters that two of four ranks keep."""
+    """Train by micro-batches over two ranks and two copies."""
     copies = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("copy", "shard"))
     copied = partial(common.fully_sharded, mesh=copies)
-    kept = partial(common.fully_sharded, mesh=init_device_mesh("cpu", (RANKS,)), reshard_after_forward=2)
     ways: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
         "copies": (copied, {}),
         "copies, 16 bits": (partial(copied, mp_policy=common.IN_FLOAT32), {}),
         "copies, all 16 bits, each": (partial(copied, mp_policy=common.IN_16_BITS), {"waits": False}),
-        "two": (kept, {}),
-        "two, 16 bits, each": (partial(kept, mp_policy=common.IN_FLOAT32), {"waits": False}),
-        "two, modules, each": (kept, {"waits": False, "runtime": "modules"}),
     }
     return _in_ways(rank, ways)
 
@@ -338,14 +329,12 @@ def by_micro_batches(
     distribute: Callable[[Model], nn.Module],
     *,
     waits: bool = True,
-    reshards: bool = True,
     runtime: str = "regional",
     ahead: bool = False,
 ) -> list[dict[str, Any]]:
     """Return for each of three micro-batches what it held and what its plan says; gradients are of all three.
 
-    Where they do not wait, each sends its gradients; where nothing reshards, parameters stay gathered between them.
-    Planned ahead it is for one process, which has all of the model.
+    Where they do not wait, each sends its gradients. Planned ahead it is for one process, which has all of the model.
     """
     batches = [data(10 * rank + number)[:rows].clone() for number in range(3)]
 
@@ -356,7 +345,6 @@ def by_micro_batches(
                 running(batches[number]).backward()
             return
         running.set_requires_gradient_sync(sends)
-        running.set_reshard_after_backward(number == 2 or reshards)
         running(batches[number]).backward()
 
     alone = distribute(make(2))
