@@ -31,7 +31,7 @@ _FSDP = "torch.distributed.fsdp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model is when it is planned, as far as that decides which runtimes are tried: asked once, and passed on."""
+    """What a model is when it is planned, as far as that decides which runtimes are tried: asked once, passed on."""
 
     has_several_ranks: bool
     """Whether ``torch.distributed`` runs more than one process."""
