@@ -53,7 +53,6 @@ from planner.capture.torch_internals import (
     storage_id,
 )
 from planner.capture.tracing_internals import Answers, answering
-from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
 
@@ -100,8 +99,7 @@ def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:
     def stop(joint: JointGraph) -> Any:
         raise Stopped(joint)
 
-    with timings.stage("capture"):
-        joint: JointGraph = until_stopped(model, inputs, stop, **options)
+    joint: JointGraph = until_stopped(model, inputs, stop, **options)
     return joint
 
 
@@ -156,8 +154,7 @@ class Captures:
             self._calls.append(own)
             own(*inputs.args, **inputs.kwargs)
 
-        with timings.stage("capture"):
-            joint: JointGraph = _stopped(module, inputs, run)
+        joint: JointGraph = _stopped(module, inputs, run)
         return joint
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.common import timings
 from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes, format_percent
 from planner.findings import step_rules
@@ -48,8 +47,7 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
-    with timings.stage("simulation"):
-        evaluation = confirm(problem, solution)
+    evaluation = confirm(problem, solution)
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)
     solution = replace(solution, schedule=schedule)
@@ -58,10 +56,9 @@ def plan_from_solution(
     lowest_bytes, proven_bytes = whole_peak_bytes(problem, schedule, static_memory), 0
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
-        with timings.stage("baselines"):
-            limits = limits or SolveLimits()
-            lowest_bytes, proven_bytes = smallest_budgets(captured, problem, schedule, limits, static_memory)
-            beside = _compared(captured, problem, solution, evaluation)
+        limits = limits or SolveLimits()
+        lowest_bytes, proven_bytes = smallest_budgets(captured, problem, schedule, limits, static_memory)
+        beside = _compared(captured, problem, solution, evaluation)
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)

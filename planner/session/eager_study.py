@@ -21,7 +21,6 @@ from planner.capture.model_facts import has_several_ranks, kinds_of, of_model, u
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import found_by_autograd
 from planner.capture.sharding import resident
-from planner.common import timings
 from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
@@ -188,11 +187,8 @@ class _Recorded:
         self.begun = time.perf_counter()
         options.search.tell("recording a step")
         elsewhere = elsewhere_for(model, options)
-        with timings.stage("capture"):
-            gradients = replace(options.gradients, found=self._found(model, options.training))
-            self.trace = record(
-                model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run
-            )
+        gradients = replace(options.gradients, found=self._found(model, options.training))
+        self.trace = record(model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run)
         self.has_kernels_of_here = self.trace.is_real and elsewhere is not None
         self.model, self.options = model, options
         self.tensors = inputs.tensors()

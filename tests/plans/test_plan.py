@@ -220,9 +220,7 @@ def test_the_report_has_every_key_of_schema_1(plan: Plan) -> None:
     assert report["predicted"]["peak_at"].keys() >= {"operation", "module", "source"}
     for layer in report["placement"]:
         assert {"module", "saved_bytes", "freed_bytes", "recomputed", "added_seconds"} <= set(layer)
-    assert "measured" not in plan.report() and "operations" not in plan.report()
-    rows = plan.report(operations=True)["operations"]
-    assert len(rows) == len(GRAPH.operations) and {"flops", "moved_bytes", "seconds"} <= set(rows[0])
+    assert "measured" not in plan.report()
     assert Plan.from_json(verified.to_json()) == verified
 
 

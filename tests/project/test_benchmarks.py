@@ -67,17 +67,22 @@ def test_capture_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "capture_seconds": 1.0,
         "solver": {"name": "ilp", "seconds": 0.5},
         "status": "optimal",
-        "operations": [{}] * 3,
+        "values": {"steps": 3},
         "budget_bytes": 2**30,
         "activation_budget_bytes": 2**29,
         "baseline": {"peak_bytes": 2**31},
         "predicted": {"peak_bytes": 2**30, "overhead": 0.1},
         "lower_bound": {"overhead": 0.1},
     }
-    finished = capture.Finished(
-        exit_code=0, seconds=5.0, cpu_seconds=4.0, peak_resident_bytes=2**30, output=json.dumps(plan), errors=""
-    )
-    monkeypatch.setattr(capture, "finish", lambda _: finished)
+
+    def finish(command: list[str]) -> capture.Finished:
+        if "--save" in command:
+            Path(command[command.index("--save") + 1]).write_text(json.dumps(plan))
+        return capture.Finished(
+            exit_code=0, seconds=5.0, cpu_seconds=4.0, peak_resident_bytes=2**30, output="", errors=""
+        )
+
+    monkeypatch.setattr(capture, "finish", finish)
     file = tmp_path / "capture.json"
     assert capture.main(["--models", "bert-large", "--json", str(file)]) == 0
     assert _results(file)["rows"][0]["operations"] == 3

@@ -13,7 +13,7 @@ from planner.commands._terminal import hand_out, quiet, reporting, write_json
 from planner.common.options import ENGINES, Target, Training
 from planner.common.units import parse_size
 from planner.errors import UsageError
-from planner.extras.pipelines import stages as _  # noqa: F401 (there is no such command without pipelines)
+from planner.extras.pipelines import schedules as _  # noqa: F401 (there is no such command without pipelines)
 
 if TYPE_CHECKING:
     from planner.common.limits import Progress
