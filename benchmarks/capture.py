@@ -129,7 +129,10 @@ def finish(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Fini
 
 
 def _row(name: str, command: Sequence[str]) -> Result:
-    ran = finish([sys.executable, *command, "--operations", "--json", "-"])
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "saved.plan"
+        ran = finish([sys.executable, *command, "--save", str(saved)])
+        plan: dict[str, Any] = {} if ran.exit_code else json.loads(saved.read_text())
     row: Result = {
         "model": name,
         "command": f"python {' '.join(command)}",
@@ -141,7 +144,6 @@ def _row(name: str, command: Sequence[str]) -> Result:
     }
     if ran.exit_code:
         return {**row, "error": (ran.errors.strip().splitlines() or ["no message"])[-1]}
-    plan: dict[str, Any] = json.loads(ran.output)
     return {
         **row,
         "within_goals": ran.seconds < GOAL_SECONDS and ran.peak_resident_bytes < GOAL_BYTES,
@@ -149,7 +151,7 @@ def _row(name: str, command: Sequence[str]) -> Result:
         "solve_seconds": plan["solver"]["seconds"],
         "solver": plan["solver"]["name"],
         "status": plan["status"],
-        "operations": len(plan["operations"]),
+        "operations": plan["values"]["steps"],
         "budget_bytes": plan["budget_bytes"],
         "activation_budget_bytes": plan["activation_budget_bytes"],
         "baseline_peak_bytes": plan["baseline"]["peak_bytes"],

@@ -14,7 +14,6 @@ from torch import nn
 import cost_models
 import planner
 from planner.common.options import grouped
-from planner.extras.pipelines import plan_pipeline
 
 PLANS: dict[str, dict[str, Any]] = {
     "graph": {"runtime": "graph"},
@@ -82,9 +81,6 @@ def reports(plan: planner.Plan) -> dict[str, dict[str, Any]]:
         "explain": planner.explain(plan).report(),
         "check": planner.check(model(), inputs()).report(),
         "export": planner.export(plan, to="jax", study=planner.study(model(), inputs(), runtime="graph")).report(),
-        "pipeline": plan_pipeline(
-            model(), inputs(), budget="1MiB", stages=2, micro_batches=2, **grouped(**limits)
-        ).report(),
     }
 
 

@@ -53,7 +53,6 @@ from planner.capture.torch_internals import (
     storage_id,
 )
 from planner.capture.tracing_internals import Answers, answering
-from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
 
@@ -96,8 +95,7 @@ def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:
     The model, real or built under :func:`fake_mode`, is left as it was. Options are those of :func:`until_stopped`.
     A CaptureError names the line and the cause if the model cannot be captured whole.
     """
-    with timings.stage("capture"):
-        joint: JointGraph = until_stopped(model, inputs, _stop, **options)
+    joint: JointGraph = until_stopped(model, inputs, _stop, **options)
     return joint
 
 
@@ -152,8 +150,7 @@ class Captures:
             self._calls.append(own)
             own(*inputs.args, **inputs.kwargs)
 
-        with timings.stage("capture"):
-            joint: JointGraph = _stopped(module, inputs, run)
+        joint: JointGraph = _stopped(module, inputs, run)
         return joint
 
 

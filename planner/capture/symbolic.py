@@ -24,7 +24,6 @@ from planner.capture.fake_internals import python_code
 from planner.capture.fake_kernels import eager_results
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.torch_internals import outside_autocast
-from planner.common import timings
 from planner.errors import PlannerError
 
 aten = torch.ops.aten
@@ -102,7 +101,6 @@ def symbols_of_sizes(graph: fx.Graph) -> set[Any]:
     return {symbol for expression in expressions for symbol in expression.free_symbols}
 
 
-@timings.stage("capture")
 def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
     """Return the joint graph for what the program is given, sizes and what changes as numbers among it; O(nodes).
 

@@ -219,12 +219,7 @@ def planning_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     add(planning, Runtime)
     add(planning, Offload)
     rare(planning.add_argument("--no-cache", action="store_true", help="search anew, and store nothing of it"))
-    for option, text in (
-        ("--full", "print the whole report, not one screen of it"),
-        ("--operations", "add FLOPs, bytes and seconds of every operation"),
-        ("--timings", "add how long each stage of planning took"),
-    ):
-        rare(results.add_argument(option, action="store_true", help=text))
+    rare(results.add_argument("--full", action="store_true", help="print the whole report, not one screen of it"))
     return results
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from planner.commands import _asked
 from planner.commands._options import AboutModel, budget_options, planning_options
-from planner.commands._terminal import hand_out, show
-from planner.common import timings
+from planner.commands._terminal import hand_out
 from planner.common.limits import Progress
 from planner.common.options import OFF, Budget, Offload, Runtime, Search, Target, Training
 from planner.common.program import program
@@ -91,22 +90,18 @@ def _check(args: argparse.Namespace) -> None:
 def _report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None = None) -> int:
     """Make or read the plan, run real steps, write what else is asked for, and show all that."""
     from planner.plans.plan import NoPlanFitsError, Plan
-    from planner.report import render, render_infeasible, render_timings
+    from planner.report import render, render_infeasible
 
     saved = Plan.load(args.plan) if getattr(args, "plan", None) else None
     try:
-        with timings.collected() as seconds, _asked.working(args, real=args.verify) as (progress, loaded):
+        with _asked.working(args, real=args.verify) as (progress, loaded):
             plan = _make(args, progress, loaded, saved)
     except NoPlanFitsError as error:
         hand_out(error.report, args.json, partial(render_infeasible, error.report))
         raise
     if write:
         write(plan)
-    report = plan.report(operations=args.operations)
-    draw = partial(render, plan, full=args.full, show_operations=args.operations)
-    hand_out({**report, "timings_seconds": seconds} if args.timings else report, args.json, draw)
-    if args.timings and args.json != "-":
-        show(partial(render_timings, seconds))
+    hand_out(plan.report(), args.json, partial(render, plan, full=args.full))
     _hold_to_measured(plan)
     return 0
 
@@ -125,8 +120,7 @@ def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved:
     if not args.verify:
         return plan
     progress("running real steps")
-    with timings.stage("real steps"):
-        verification = api.verify(loaded.model, _asked.inputs_of(loaded), plan, loss_fn=loaded.loss_fn)
+    verification = api.verify(loaded.model, _asked.inputs_of(loaded), plan, loss_fn=loaded.loss_fn)
     return dataclasses.replace(plan, verification=verification)
 
 

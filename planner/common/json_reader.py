@@ -12,9 +12,8 @@ A field that takes no part in comparisons is in no file. The ``metadata`` of the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, is_dataclass
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -30,8 +29,6 @@ _LONGEST_TEXT = 10_000
 T = TypeVar("T")
 Where = tuple[Any, str | int | None]
 """Where a value stands: where its parent does, and its key there (None: it is a key itself). A root has no parent."""
-
-Read = Callable[[Any, Where], Any]
 
 
 def parse(text: str, what: str) -> Node:
@@ -139,8 +136,7 @@ class Node:
         negative unless the field says so. Keys of an object that the dataclass does not have are passed over.
         A PlanFileError names the first place where the value is not that.
         """
-        wanted: Any = kind
-        found: T = _reader(wanted)(self.value, self.where)
+        found: T = _read(kind, self.value, self.where)
         return found
 
 
@@ -193,6 +189,7 @@ def _is(kind: type[T], wanted: str) -> Callable[[Any, Where], T]:
 _object: Callable[[Any, Where], dict[str, Any]] = _is(dict, "an object")
 _list: Callable[[Any, Where], list[Any]] = _is(list, "a list")
 _string = _is(str, "text")
+_truth = _is(bool, "true or false")
 
 
 def _text(value: Any, where: Where) -> str:
@@ -225,115 +222,80 @@ def _number(value: Any, where: Where, signed: bool = False) -> float:
     return value
 
 
-_SIMPLE: dict[Any, Read] = {
-    bool: _is(bool, "true or false"),
-    str: _text,
+_SIMPLE: dict[Any, Callable[[Any, Where, bool], Any]] = {
+    bool: lambda value, where, _: _truth(value, where),
+    str: lambda value, where, _: _text(value, where),
     int: _integer,
     float: _number,
-    (int, "signed"): lambda value, where: _integer(value, where, signed=True),
-    (float, "signed"): lambda value, where: _number(value, where, signed=True),
 }
 
 
-@cache
-def _reader(kind: Any) -> Read:
-    """Return what reads values of a type."""
+def _read(kind: Any, value: Any, where: Where, signed: bool = False) -> Any:
+    """Return a value as a type; numbers in it may be negative only if they are ``signed``."""
+    if (simple := _SIMPLE.get(kind)) is not None:
+        return simple(value, where, signed)
     origin, inside = get_origin(kind), get_args(kind)
-    if origin is tuple and inside[1:] == (...,):
-        return _list_of(_reader(inside[0]))
-    if origin in (dict, Mapping) and inside[0] is str:
-        return _mapping_to(_reader(inside[1]))
-    if origin is UnionType and inside == (str, int):  # of a fingerprint, with hashes in it
-        return lambda value, where: (_text if isinstance(value, str) else _SIMPLE[int, "signed"])(value, where)
-    if origin is UnionType and inside[1:] == (NoneType,):
-        some = _reader(inside[0])
-        return lambda value, where: None if value is None else some(value, where)
-    if origin is Literal:
-        return _one_of(inside)
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        named = _one_of(tuple(kind))
-        return lambda value, where: kind(named(value, where))
+    if origin is tuple:
+        return _read_all(inside[0], value, where, signed)
+    if origin in (dict, Mapping):
+        named = _object(value, where).items()
+        return {_text(key, (where, None)): _read(inside[1], item, (where, key)) for key, item in named}
+    if origin is UnionType and inside[-1] is NoneType:
+        return None if value is None else _read(inside[0], value, where, signed)
+    if origin is UnionType:  # of a fingerprint, with hashes in it
+        return _text(value, where) if isinstance(value, str) else _integer(value, where, signed=True)
     if is_dataclass(kind):
         make: Any = kind
-        parts = _parts(kind)
-        return lambda value, where: make(**_read_parts(parts, value, where))
-    return _SIMPLE[kind]
+        return make(**_read_fields(kind, value, where))
+    allowed = inside if origin is Literal else tuple(kind)
+    if value not in allowed:
+        _fail(value, where, " or ".join(repr(str(one)) for one in allowed))
+    return value if origin is Literal else kind(value)
 
 
-def _one_of(allowed: tuple[str, ...]) -> Read:
-    def read(value: Any, where: Where) -> Any:
-        if value not in allowed:
-            _fail(value, where, " or ".join(repr(str(one)) for one in allowed))
-        return value
-
-    return read
+def _read_all(kind: Any, value: Any, where: Where, signed: bool = False) -> tuple[Any, ...]:
+    return tuple([_read(kind, item, (where, index), signed) for index, item in enumerate(_list(value, where))])
 
 
-def _list_of(item: Read) -> Read:
-    return lambda value, where: tuple([item(one, (where, index)) for index, one in enumerate(_list(value, where))])
-
-
-def _mapping_to(item: Read) -> Read:
-    return lambda value, where: {
-        _text(key, (where, None)): item(one, (where, key)) for key, one in _object(value, where).items()
-    }
-
-
-def _columns_of(row: Any) -> Read:
-    parts = _parts(row, wrap=_list_of)
-
-    def read(value: Any, where: Where) -> tuple[Any, ...]:
-        columns = _read_parts(parts, value, where)
-        if len({len(column) for column in columns.values()}) > 1:
-            raise PlanFileError(f"{_path(where)}: its columns are not of one length")
-        return tuple(row(**dict(zip(columns, cells, strict=True))) for cells in zip(*columns.values(), strict=True))
-
-    return read
-
-
-_Part = tuple[str, list[str], Read, bool]
-"""Of a field of a dataclass: its name, the keys that lead to it, what reads it, and whether it may be missing."""
-
-_MAY_BE_MISSING = frozenset({"older", "left_out"})
-
-
-def _parts(kind: Any, wrap: Callable[[Read], Read] = lambda read: read) -> list[_Part]:
-    return [
-        (field.name, _keys(field), wrap(_field_reader(field, hint)), not _MAY_BE_MISSING.isdisjoint(field.metadata))
-        for field, hint in _fields(kind)
-    ]
-
-
-def _field_reader(field: Field[Any], kind: Any) -> Read:
-    if "columns" in field.metadata:
-        return _columns_of(get_args(kind)[0])
-    if "signed" in field.metadata:
-        return _SIMPLE[kind, "signed"]
-    if "left_out" in field.metadata and NoneType in get_args(kind):  # None is left out, not written
-        kind = get_args(kind)[0]
-    return _reader(kind)
-
-
-def _read_parts(parts: Iterable[_Part], value: Any, where: Where) -> dict[str, Any]:
+def _read_fields(kind: Any, value: Any, where: Where, read: Callable[..., Any] = _read) -> dict[str, Any]:
     found = {}
-    for name, keys, read, optional in parts:
+    for field, hint in _fields(kind):
         inner, place = value, where
-        for key in keys:
+        for key in (keys := _keys(field)):
             container, place = _object(inner, place), (place, key)
             if key not in container:
-                if optional and key == keys[-1]:
+                if key == keys[-1] and not _MAY_BE_MISSING.isdisjoint(field.metadata):
                     break
                 raise PlanFileError(f"{_path(place)} is missing")
             inner = container[key]
         else:
-            found[name] = read(inner, place)
+            if "columns" in field.metadata:
+                found[field.name] = _rows(get_args(hint)[0], inner, place)
+            else:
+                found[field.name] = read(hint, inner, place, "signed" in field.metadata)
     return found
+
+
+_MAY_BE_MISSING = frozenset({"older", "left_out"})
+
+
+def _rows(row: Any, value: Any, where: Where) -> tuple[Any, ...]:
+    columns = _read_fields(row, value, where, _read_all)
+    if len({len(column) for column in columns.values()}) > 1:
+        raise PlanFileError(f"{_path(where)}: its columns are not of one length")
+    return tuple(row(**dict(zip(columns, cells, strict=True))) for cells in zip(*columns.values(), strict=True))
 
 
 @cache
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """Return the fields that files have, with their types; None that is left out is in no file."""
     hints = get_type_hints(kind)
-    return [(field, hints[field.name]) for field in fields(kind) if field.compare]
+    found = []
+    for field in (field for field in fields(kind) if field.compare):
+        hint = hints[field.name]
+        is_never_none = "left_out" in field.metadata and NoneType in get_args(hint)
+        found.append((field, get_args(hint)[0] if is_never_none else hint))
+    return found
 
 
 def _keys(field: Field[Any]) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from planner.common import timings
 from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes, format_percent
 from planner.findings import step_rules
@@ -48,8 +47,7 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
-    with timings.stage("simulation"):
-        evaluation = confirm(problem, solution)
+    evaluation = confirm(problem, solution)
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)
     solution = replace(solution, schedule=schedule)
@@ -58,10 +56,10 @@ def plan_from_solution(
     lowest_bytes, proven_bytes = whole_peak_bytes(problem, schedule, static_memory), 0
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
-        with timings.stage("baselines"):
-            limits = limits or SolveLimits()
-            lowest_bytes, proven_bytes = smallest_budgets(captured, problem, schedule, limits, static_memory)
-            beside = _compared(captured, problem, solution, evaluation)
+        limits = limits or SolveLimits()
+        lowest_bytes, proven_bytes = smallest_budgets(captured, problem, schedule, limits, static_memory)
+        beside = _compared(captured, problem, solution, evaluation)
+    count = sum(map(len, order.values()))
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
@@ -69,7 +67,9 @@ def plan_from_solution(
     found = _warnings(problem, evaluation, solution, limits or SolveLimits(), least)
     plan = Plan(
         model=graph.name,
-        **_made_for(origin),
+        fingerprint=dict(origin.fingerprint),
+        **{name: getattr(origin, name) for name in ("capture_seconds", "cost_model", "device", "runtime", "eager")},
+        torch=origin.torch_version,
         status="optimal" if solution.is_optimal else "feasible",
         budget_bytes=problem.budget_bytes + static_bytes,
         static_bytes=dict(graph.static_bytes),
@@ -91,30 +91,12 @@ def plan_from_solution(
         **beside,
         recomputations=_decisions(graph, schedule),
         order=order,
-        captured_order=_captured_order(order, solution),
+        captured_order=CapturedOrder(moved=count, recompute_seconds=solution.captured_seconds) if count else None,
         warnings=(*found, *reserve_warnings(problem, reserved, static_memory), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else replace(plan, kept=kept_of(plan, problem))
-
-
-def _captured_order(order: Mapping[str, Collection[str]], solution: Solution) -> CapturedOrder | None:
-    moved_operations = sum(map(len, order.values()))
-    return CapturedOrder(moved=moved_operations, recompute_seconds=solution.captured_seconds) if order else None
-
-
-def _made_for(origin: PlanOrigin) -> dict[str, Any]:
-    """Return the fields of a plan that say where its step comes from."""
-    return {
-        "fingerprint": dict(origin.fingerprint),
-        "capture_seconds": origin.capture_seconds,
-        "cost_model": origin.cost_model,
-        "device": origin.device,
-        "torch": origin.torch_version,
-        "runtime": origin.runtime,
-        "eager": origin.eager,
-    }
 
 
 def _compared(captured: Problem, problem: Problem, solution: Solution, evaluation: Evaluation) -> dict[str, Any]:

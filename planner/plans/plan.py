@@ -458,10 +458,9 @@ class Plan:
         schedule = with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
         return renumbered(schedule, order) if self.order else schedule
 
-    def report(self, operations: bool = False) -> dict[str, Any]:
-        """Return the report as plain data, with the JSON keys of schema 1; if asked for with every operation."""
-        data = {key: content for key, content in self._data().items() if key not in _OF_THE_FILE}
-        return data | {"operations": to_data(self.operations)} if operations else data
+    def report(self) -> dict[str, Any]:
+        """Return the report as plain data, with the JSON keys of schema 1."""
+        return {key: content for key, content in self._data().items() if key not in _OF_THE_FILE}
 
     def to_json(self) -> str:
         """Return the plan file: the report, then the decisions and the fingerprint."""

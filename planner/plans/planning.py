@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.common import timings
 from planner.common.options import Budget, Search
 from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region
@@ -99,14 +98,13 @@ def make_plan(
             raise too_little(problem, search, "what is resident alone")
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise too_little(problem, search, "the optimizer's step", after_bytes)
-        with timings.stage("solving"):
-            again = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER)
-            solution = solved_in_blocks(
-                problem,
-                static_memory,
-                lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
-                lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
-            )
+        again = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER)
+        solution = solved_in_blocks(
+            problem,
+            static_memory,
+            lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
+            lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
+        )
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
     return plan_from_solution(

@@ -134,20 +134,19 @@ class PolicyReduction:
         while waiting:
             value = waiting[-1]
             maker = graph.producer[value]
-            if value in self.copies or maker not in self.decisions.recompute | self.decisions.offload:
+            if value in self.copies or not self._is_decided(value):
                 waiting.pop()
             elif maker in self.decisions.offload:
                 waiting.pop()
                 self._fetch(value)
-            elif missing := [u for u in graph.operations[maker].inputs if self._is_missing(u)]:
+            elif missing := [u for u in graph.operations[maker].inputs if u not in self.copies and self._is_decided(u)]:
                 waiting.extend(missing)
             else:
                 waiting.pop()
                 self._recompute(maker)
 
-    def _is_missing(self, value: int) -> bool:
-        decided = self.decisions.recompute | self.decisions.offload
-        return value not in self.copies and self.real.graph.producer[value] in decided
+    def _is_decided(self, value: int) -> bool:
+        return self.real.graph.producer[value] in self.decisions.recompute | self.decisions.offload
 
     def _fetch(self, value: int) -> None:
         made = self.real.graph.values[value]

@@ -6,44 +6,28 @@ The package can be called: ``planner.report(model)`` is the report of the plan i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 
-from planner.common.timings import STAGES
-from planner.common.units import format_seconds
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.report import peak, screen
 from planner.report.screen import Report
-from planner.report.style import print_parts, print_report, table
+from planner.report.style import print_report
 from planner.report.verdict import infeasible_verdict, verdict
 
 
-def render(plan: Plan, console: Console, *, full: bool = False, show_operations: bool = False) -> None:
-    """Print the report of a plan on one screen, or in full; add all operations if asked for."""
+def render(plan: Plan, console: Console, *, full: bool = False) -> None:
+    """Print the report of a plan on one screen, or in full."""
     parts = screen.full_parts(plan) if full else screen.parts(plan)
-    operations = screen.operations_table(plan) if show_operations else None
-    print_report(console, verdict(plan), *parts, operations, style="bold green")
+    print_report(console, verdict(plan), *parts, style="bold green")
 
 
 def render_infeasible(report: dict[str, Any], console: Console) -> None:
     """Print that no plan fits, from the report that the error carries."""
     print_report(console, infeasible_verdict(report), peak.render_infeasible(report), style="bold red")
-
-
-def render_timings(seconds: Mapping[str, float], console: Console) -> None:
-    """Print the seconds of each stage of planning that ran, and their sum."""
-    shown = table(
-        "Where the time went",
-        [*(stage for stage in STAGES if stage in seconds), "all"],
-        ("stage", str, str),
-        ("time", lambda stage: sum(seconds.values()) if stage == "all" else seconds[stage], format_seconds),
-        bold=lambda stage: stage == "all",
-    )
-    print_parts(console, shown)
 
 
 class _Room(ModuleType):

@@ -8,15 +8,14 @@ from html import escape
 
 from rich.console import Console, Group, RenderableType
 from rich.constrain import Constrain
-from rich.table import Table
 from rich.text import Text
 
 from planner.common.program import program
-from planner.common.units import format_bytes, format_seconds
+from planner.common.units import format_bytes
 from planner.plans.plan import Plan
 from planner.report import comparisons, findings, layers, peak, verdict
 from planner.report.page import to_html
-from planner.report.style import compact_count, counted, one_line, print_report, signed_percent, table
+from planner.report.style import counted, one_line, print_report, signed_percent
 
 _HEIGHT = 820
 """Of the frame that shows the page in a notebook."""
@@ -54,24 +53,6 @@ def full_parts(plan: Plan) -> Iterator[RenderableType | None]:
     yield findings.render(plan.warnings) if plan.warnings else None
     yield verdict.render_measured(plan)
     yield verdict.render_trust(plan)
-
-
-def operations_table(plan: Plan) -> Table:
-    """Return FLOPs, bytes and seconds of every operation in base order; the last row adds them up."""
-    everything = ("all, each once", "", ""), plan.operations
-    return table(
-        f"Operations, {len(plan.operations)}",
-        [*(((row.operation, row.module, row.phase), [row]) for row in plan.operations), everything],
-        ("operation", lambda row: row[0][0], str),
-        ("module", lambda row: row[0][1], str),
-        ("phase", lambda row: row[0][2], str),
-        ("FLOPs", lambda row: sum(one.flops for one in row[1]), compact_count),
-        ("bytes moved", lambda row: sum(one.moved_bytes for one in row[1]), format_bytes),
-        ("time", lambda row: sum(one.seconds for one in row[1]), format_seconds),
-        ("runs", lambda row: sum(one.runs for one in row[1]), str),
-        text_columns=3,
-        bold=lambda row: row is everything,
-    )
 
 
 def _next(plan: Plan) -> Iterator[Text]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group
@@ -25,13 +25,9 @@ def verdict(plan: Plan) -> str:
     against = " vs eager" if plan.eager is not None else ""
     proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
     cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{proven}"
-    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {recomputed([plan])}{away}"
-
-
-def fits(peak_bytes: int, budget_bytes: int) -> str:
-    """Say that a peak keeps a budget, in the unit of the budget."""
-    peak, budget = (in_unit_of(size, budget_bytes, digits=1) for size in (peak_bytes, budget_bytes))
-    return f"FITS {peak.split()[0]} of {budget}"
+    sizes = (plan.whole_step_peak_bytes, plan.budget_bytes)
+    peak, budget = (in_unit_of(size, plan.budget_bytes, digits=1) for size in sizes)
+    return f"FITS {peak.split()[0]} of {budget} · {cost} · {recomputed(plan)}{away}"
 
 
 def bound(plan: Plan) -> str:
@@ -57,9 +53,9 @@ def order_saves(plan: Plan) -> str:
     return f"{counted(captured.moved, 'operation')} moved within data dependencies: {saved}"
 
 
-def recomputed(plans: Sequence[Plan]) -> str:
-    """Say how many operations are recomputed in one plan, or in those of all stages."""
-    count = sum(len(operations) for plan in plans for operations in plan.recomputations.values())
+def recomputed(plan: Plan) -> str:
+    """Say how many operations are recomputed."""
+    count = sum(map(len, plan.recomputations.values()))
     return f"{counted(count, 'op')} recomputed" if count else "nothing recomputed"
 
 

@@ -26,7 +26,6 @@ from planner.capture.torch_internals import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
-from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
 
@@ -57,7 +56,6 @@ _OF_ANY_LAYOUT: dict[Any, Any] = {aten.native_group_norm_backward.default: _grou
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
 
-@timings.stage("rewriting")
 def extract_fwd_bwd(
     lowered: LoweredGraph, schedule: Schedule, over: Mapping[int, int] | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:

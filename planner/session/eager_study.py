@@ -20,7 +20,6 @@ from planner.capture.model_facts import has_several_ranks, kinds_of, of_model, u
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import found_by_autograd
 from planner.capture.sharding import resident
-from planner.common import timings
 from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
@@ -179,9 +178,8 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
     begun = time.perf_counter()
     options.search.tell("recording a step")
     elsewhere, spec = elsewhere_for(model, options), device_spec(of_model(model), options.target.device)
-    with timings.stage("capture"):
-        gradients = replace(options.gradients, found=_found(model, options.training))
-        trace = record(model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run)
+    gradients = replace(options.gradients, found=_found(model, options.training))
+    trace = record(model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run)
 
     def blocks() -> Collection[str]:
         return find_blocks(Counter(run.module for run in trace.runs[: trace.backward]), kinds_of(model))

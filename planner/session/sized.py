@@ -21,7 +21,6 @@ from planner.capture.joint import fake_mode_of
 from planner.capture.model_facts import of_model
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
 from planner.capture.torch_internals import FakeTensorMode
-from planner.common import timings
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
@@ -169,7 +168,6 @@ class SizedStep:
         )
         return step, study
 
-    @timings.stage("lowering")
     def planned(
         self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None, plan_study: Callable[[Study], Plan]
     ) -> PlannedStep:

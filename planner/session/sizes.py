@@ -17,7 +17,6 @@ from planner.capture.joint_capture import IsolatedCall, Stopped, loss_outputs
 from planner.capture.state_restore import random_states_kept
 from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
-from planner.common import timings
 from planner.errors import CaptureError
 from planner.session.eager_study import study_eager, with_eager
 from planner.session.step import Options, captured, elsewhere_for, lower_as_run, study_lowered, with_loss
@@ -82,7 +81,6 @@ class StudiesBySize:
             self._may_vary = False  # it is the symbols that cannot be captured
             return None
 
-    @timings.stage("capture")
     def _of_symbols(self, inputs: Inputs, options: Options) -> Program | None:
         """Capture these inputs with symbols, or reuse that capture; None if its guards exclude them."""
         varying = varying_dimensions(inputs, self._sizes)

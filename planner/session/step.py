@@ -33,7 +33,6 @@ from planner.capture.model_facts import is_fake, kinds_of, module_facts, of_mode
 from planner.capture.parallel_events import Gradients
 from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
-from planner.common import timings
 from planner.common.options import (
     GROUPS,
     LEAST_BYTES,
@@ -192,7 +191,6 @@ class PlannedStep:
         return self.study.in_place.single_costs
 
 
-@timings.stage("lowering")
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step and count the resident memory around it."""
     spec = device_spec(of_model(model), options.target.device)
@@ -377,7 +375,6 @@ def problems_of(
     return (finding for finding in found if finding.is_problem and finding.rule not in allowed)
 
 
-@timings.stage("costing")
 def cost(
     model: nn.Module,
     lowered: LoweredGraph,

@@ -83,18 +83,25 @@ def _unet(name: str, classes: int, *, sizes: Sizes) -> hf.Made:
 
 _BLOCKS = "blocks per stage at most"
 
+_gpt2 = partial(hf.language_model, "GPT2", "LMHeadModel", positions=1024)
+
+_minimind = partial(
+    hf.language_model, "Llama", positions=512, vocab_size=6400, num_attention_heads=8, num_key_value_heads=2,
+    tie_word_embeddings=True, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+
 # fmt: off
 ZOO = {
     "minigpt": Entry("GPT-2 small with 10,000 tokens and dropout, 94M parameters", Sizes(2, 12, 1024),
                      _minigpt),
     "minimind-26m": Entry("MiniMind2-Small, a small Llama with grouped queries (transformers), 26M parameters",
-                          Sizes(8, 8, 512), partial(hf.minimind, hidden_size=512, intermediate_size=1408)),
+                          Sizes(8, 8, 512), partial(_minimind, hidden_size=512, intermediate_size=1408)),
     "minimind-104m": Entry("MiniMind2, a small Llama with grouped queries (transformers), 104M parameters",
-                           Sizes(8, 16, 512), partial(hf.minimind, hidden_size=768, intermediate_size=2048)),
+                           Sizes(8, 16, 512), partial(_minimind, hidden_size=768, intermediate_size=2048)),
     "gpt2": Entry("GPT-2 small (transformers), 124M parameters", Sizes(8, 12, 1024),
-                  partial(hf.gpt2, hidden_size=768, num_attention_heads=12)),
+                  partial(_gpt2, hidden_size=768, num_attention_heads=12)),
     "gpt2-774m": Entry("GPT-2 large (transformers), 774M parameters", Sizes(4, 36, 1024),
-                       partial(hf.gpt2, hidden_size=1280, num_attention_heads=20)),
+                       partial(_gpt2, hidden_size=1280, num_attention_heads=20)),
     "llama-7b": Entry("LLaMA 7B (transformers), 6.7B parameters", Sizes(4, 32, 2048, dtype="bfloat16"),
                       partial(hf.language_model, "Llama", positions=2048)),
     "bert-large": Entry("BERT large, masked language model (transformers), 335M parameters", Sizes(16, 24, 512),

@@ -38,31 +38,10 @@ def language_model(
         attn_implementation="sdpa",
         **options,
     )
-    return getattr(hf, family + head)(made), made.vocab_size
-
-
-def gpt2(sizes: Sizes, **options: Any) -> Made:
-    """Make a GPT-2; ``options`` are of its configuration."""
-    model, tokens = language_model("GPT2", "LMHeadModel", sizes=sizes, positions=1024, **options)
-    # Its class name matches no loss, so that every call would warn, which a graph cannot do.
-    model.loss_type = "ForCausalLM"
-    return model, tokens
-
-
-def minimind(sizes: Sizes, **options: Any) -> Made:
-    """Make a MiniMind2, which is a small Llama; ``options`` are of its configuration."""
-    return language_model(
-        "Llama",
-        sizes=sizes,
-        positions=512,
-        vocab_size=6400,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **options,
-    )
+    model = getattr(hf, family + head)(made)
+    if head == "LMHeadModel":  # matches the name of no loss, so that every call would warn, which a graph cannot do
+        model.loss_type = "ForCausalLM"
+    return model, made.vocab_size
 
 
 def mixtral(sizes: Sizes) -> Made:

@@ -115,9 +115,7 @@ def test_activation_budget(run: Any) -> None:
 def test_json_to_standard_output_stands_alone(run: Any) -> None:
     found = run(*PLAN, "--budget", "65%", "--json", "-")
     report = json.loads(found.out)
-    assert report["schema"] == 1 and report["status"] in ("optimal", "feasible") and "operations" not in report
-    with_operations = json.loads(run(*PLAN, "--budget", "65%", "--json", "-", "--operations").out)
-    assert {"operation", "module", "flops", "moved_bytes", "seconds"} <= set(with_operations["operations"][0])
+    assert report["schema"] == 1 and report["status"] in ("optimal", "feasible")
 
 
 def test_files(run: Any, tmp_path: Path) -> None:
@@ -126,19 +124,6 @@ def test_files(run: Any, tmp_path: Path) -> None:
     assert found.code == 0 and VERDICT.match(found.out)
     assert json.loads(report.read_text())["predicted"]["peak_bytes"] == Plan.load(plan).peak_bytes
     Plan.load(plan).schedule_for(GRAPH)
-
-
-def test_operations(run: Any) -> None:
-    assert "Operations, " not in run(*PLAN, "--budget", "65%").out
-    assert "Operations, " in run(*PLAN, "--budget", "65%", "--operations").out
-
-
-def test_timings(run: Any) -> None:
-    shown = run(*PLAN, "--budget", "65%", "--timings").out
-    assert "Where the time went" in shown and "solving" in shown and "simulation" in shown
-    assert "Where the time went" not in run(*PLAN, "--budget", "65%").out
-    seconds = json.loads(run(*PLAN, "--budget", "65%", "--timings", "--json", "-").out)["timings_seconds"]
-    assert {"solving", "simulation", "baselines"} <= seconds.keys() and min(seconds.values()) >= 0.0
 
 
 def test_a_second_search_is_left_out_unless_asked_for(

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 EXTRAS = sorted(path.parent.name for path in (ROOT / "planner" / "extras").glob("*/__init__.py"))
 
-COMMANDS = {"pipelines": {"pipeline", "split"}, "splits": {"split"}, "exporters": set[str]()}
+COMMANDS = {"pipelines": {"split"}, "splits": {"split"}, "exporters": set[str]()}
 """What goes with each extra; splits build on pipelines."""
 
 PROGRAM = """
@@ -37,5 +37,5 @@ def test_the_core_runs_without_it(removed: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = set(done.stdout.split())
     assert {"plan", "what-if", "fsdp", "huggingface"} <= found
-    assert {"pipeline", "split"} - found == COMMANDS[removed]
+    assert {"split"} - found == COMMANDS[removed]
     assert ("megatron" in found) == (removed != "exporters")

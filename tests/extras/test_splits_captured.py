@@ -7,20 +7,20 @@ from functools import cache
 import pytest
 import torch
 
-import cost_models
 import planner
 from planner import zoo
 from planner.capture import fake_mode
 from planner.capture.inputs import Inputs
 from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
-from planner.extras.pipelines import plan_pipeline
 from planner.extras.splits import best_splits
 from planner.extras.splits.captured_table import split_table
-from planner.extras.splits.estimate import Estimator
+from planner.extras.splits.layers import cut
 from planner.extras.splits.table import FULL, KEEP, ModelTable
-from planner.extras.splits.types import FSDP2, REPLICATED, Question, Split, links_of
+from planner.extras.splits.types import FSDP2, REPLICATED
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.session.step import Options
+from tests.example_graphs import transformer
 
 
 @cache
@@ -58,16 +58,9 @@ def test_a_table_counts_what_the_model_has() -> None:
 
 
 def test_more_layers_are_like_those_that_were_captured() -> None:
-    few, more = table_of("llama-7b", layers=3).deeper(4), table_of("llama-7b", layers=4)
+    few, more = table_of("llama-7b", layers=2).deeper(3), table_of("llama-7b", layers=3)
     assert few.row == more.row and parameter_bytes(few) == parameter_bytes(more)
     assert few.kinds == more.kinds and (few.first, few.last) == (more.first, more.last)
-
-
-def test_layers_that_differ_are_not_taken_for_alike() -> None:
-    table = table_of("t5-base", layers=2)
-    assert not table.is_uniform
-    with pytest.raises(UsageError, match="not alike"):
-        table.deeper(26)
 
 
 def test_layers_are_shared_only_where_their_heads_can_be() -> None:
@@ -120,33 +113,47 @@ def test_inputs_of_several_samples_are_refused() -> None:
         best_splits(model, torch.zeros(2, 8), gpus=2, global_batch=4, device="h100")
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_stages_are_near_what_the_planner_itself_finds(chunks: int) -> None:
-    micro_batches, samples = 4, 4
-    table = table_of("llama-7b", layers=4, length=512)
-    device = cost_models.device("h100")
-    asked = Question(
-        gpus=2,
-        global_batch=samples * micro_batches,
-        device=device,
-        links=links_of(device),
-        memory_bytes=device.memory_bytes,
-    )
-    estimator, split = Estimator(table, asked), Split(1, 1, 2, samples, chunks, REPLICATED, "megatron")
-    loaded = zoo.build("llama-7b", batch_size=samples, seq_len=512, layers=4, dtype="bfloat16", fake_mode=fake_mode())
-    exact = plan_pipeline(
-        loaded.model,
-        Inputs.of(loaded.example_args, loaded.example_kwargs),
-        target=Target("h100", cost_model="roofline"),
-        training=Training("adamw", master_weights=True),
-        budget="79GiB",
-        stages=2,
-        micro_batches=micro_batches,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        chunks=chunks,
-    )
-    estimate = estimator.estimate(split)
-    assert estimate.fits
-    # The planner's own optimizer is no fused kernel, so its step can be a peak of its own: passes alone are compared.
-    passes = max(plan.peak_bytes for stage in exact.stages for plan in stage.plans)
-    assert estimate.peak_bytes == pytest.approx(passes - device.library_bytes, rel=0.03)
+def test_layers_hold_all_operations_and_hand_over_what_others_read() -> None:
+    graph, costs = transformer(4)
+    layers = cut(graph, costs)
+    assert sorted(index for layer in layers for index in layer.operations) == list(range(len(graph.operations)))
+    names = ["transformer.wte", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f", "lm_head"]
+    assert [name for layer in layers for name in layer.layers] == names
+    gradients = [value.size_bytes for value in graph.values if value.kind == "gradient"]
+    assert sum(layer.gradient_bytes for layer in layers) == sum(gradients)
+    assert sum(c.seconds for layer in layers for c in layer.costs) == pytest.approx(sum(c.seconds for c in costs))
+    for layer in layers:
+        by_name = {op.name: op for op in layer.graph.operations}
+        received = [layer.graph.values[v].size_bytes for v in by_name["activations received"].outputs]
+        assert sorted(received) == ([0, 0] if layer is layers[0] else [0, 0, 2**20])
+        assert (not by_name["gradients received"].outputs) == (layer is layers[-1])
+
+
+def shared_parameter() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+    """Return a step whose first and last layer share a parameter, so that their gradients are summed."""
+    rows = [
+        # name, module, phase, inputs, sizes, retained gradient
+        ("embed", "first", Phase.FORWARD, (), 4, False),
+        ("mm", "last", Phase.FORWARD, (0,), 4, False),
+        ("loss", "", Phase.LOSS, (1,), 1, False),
+        ("grad_weight", "last", Phase.BACKWARD, (2, 0), 16, False),
+        ("grad_input", "last", Phase.BACKWARD, (2,), 4, False),
+        ("embed_backward", "first", Phase.BACKWARD, (4,), 16, False),
+        ("add", "", Phase.BACKWARD, (3, 5), 16, True),
+    ]
+    operations, values = [], []
+    for index, (name, module, phase, inputs, size, retained) in enumerate(rows):
+        operations.append(Operation(name=name, key=name, target=name, inputs=inputs, outputs=(index,), phase=phase,
+                                    module=module))  # fmt: skip
+        values.append(
+            Value(name=name, size_bytes=size, retained=retained, kind="gradient" if retained else "activation")
+        )
+    return TrainingGraph(operations=tuple(operations), values=tuple(values)), (OperationCost(seconds=1.0),) * len(rows)
+
+
+def test_each_layer_keeps_its_share_of_a_shared_gradient() -> None:
+    first, last = cut(*shared_parameter())
+    assert (first.gradient_bytes, last.gradient_bytes) == (16, 16)
+    assert "add" not in {op.name for op in (*first.graph.operations, *last.graph.operations)}
+    sent = next(op for op in last.graph.operations if op.name == "gradients sent")
+    assert sum(last.graph.values[v].size_bytes for v in sent.inputs) == 4

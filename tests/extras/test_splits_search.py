@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import cost_models
 from planner.common.options import ENGINES
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.extras.pipelines.schedules import PipelineSchedule, loads, most_in_flight, passes
 from planner.extras.splits.estimate import Estimator
 from planner.extras.splits.search import search, shapes, splits_of
 from planner.extras.splits.stages import ROW, Share, can_cut, cut_row, in_flight, stages_of
@@ -181,16 +180,14 @@ def test_a_stage_keeps_what_runs_least_again_of_all_that_fits(room: int, flying:
         assert found.held_bytes == least > room * MIB
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("pipeline", [2, 4])
-def test_in_flight_is_what_the_schedules_hold(pipeline: int, chunks: int) -> None:
-    for micro_batches in (pipeline, 2 * pipeline, 5 * pipeline):
-        name = "interleaved" if chunks > 1 else "1f1b"
-        schedule = PipelineSchedule(stages=pipeline, micro_batches=micro_batches, name=name, chunks=chunks)
-        split = Split(1, 1, pipeline, 1, chunks, REPLICATED, "megatron")
-        for stage in range(pipeline):
-            held = most_in_flight(loads(passes(schedule, stage), chunks))
-            assert in_flight(split, stage, micro_batches) * chunks == pytest.approx(held)
+def test_in_flight_is_what_was_published_of_the_schedules() -> None:
+    def held(chunks: int, micro_batches: int, stage: int = 0) -> float:
+        return in_flight(Split(1, 1, 4, 1, chunks, REPLICATED, "megatron"), stage, micro_batches)
+
+    assert [held(1, 8, stage) for stage in range(4)] == [4, 3, 2, 1]  # Narayanan et al. 2021, section 2.2
+    assert held(1, 2) == held(2, 2) == 2  # no more than there are
+    for chunks in (2, 3):  # Korthikanti et al. 2022, section 4.2.3
+        assert held(chunks, 20) == pytest.approx(4 * (1 + (4 - 1) / (4 * chunks)))
 
 
 @given(more=st.integers(0, 100), pipeline=st.integers(1, 16), chunks=st.integers(1, 4))
@@ -275,3 +272,8 @@ def test_a_batch_that_nothing_divides_is_refused() -> None:
     table = replace(model(), tensor_degrees=(1,), row=(0,))
     with pytest.raises(UsageError, match="no degrees go together: 8 GPUs, a global batch of 7"):
         search(table, question(batch=7))
+
+
+def test_layers_that_differ_are_not_taken_for_alike() -> None:
+    with pytest.raises(UsageError, match="the layers of made up are not alike"):
+        model().deeper(26)

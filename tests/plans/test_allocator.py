@@ -34,67 +34,12 @@ def peaks(allocator: Allocator) -> tuple[int, int, int]:
     return allocator.peak_allocated_bytes, allocator.peak_block_bytes, allocator.reserved_bytes
 
 
-def after(*sizes: int) -> Allocator:
-    """Allocate sizes one by one in a new allocator."""
-    allocator = Allocator()
-    for size in sizes:
-        allocator.allocate(size)
-    return allocator
-
-
-@pytest.mark.parametrize(("size", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB - 1, MIB), (MIB + 1, MIB + 512)])
-def test_sizes_are_rounded_up_to_512_bytes(size: int, rounded: int) -> None:
-    assert after(size).allocated_bytes == rounded
-
-
-@pytest.mark.parametrize(
-    ("size", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB - 511, 10 * MIB),  # rounding makes it 10 MiB, and the rounded size decides
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB),
-        (21 * MIB, 22 * MIB),
-    ],
-)
-def test_the_size_of_a_request_decides_that_of_the_segment(size: int, segment: int) -> None:
-    assert after(size).reserved_bytes == segment
-
-
-@pytest.mark.parametrize(("rest", "is_split"), [(512, False), (MIB, False), (MIB + 512, True)])
-def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left(rest: int, is_split: bool) -> None:
-    size = 20 * MIB - rest
-    allocator = Allocator()
-    allocator.free(allocator.allocate(20 * MIB))
-    handle = allocator.allocate(size)
-    assert figures(allocator) == (size, size if is_split else 20 * MIB, 20 * MIB)
-    allocator.allocate(MIB + 512)
-    assert allocator.reserved_bytes == (20 * MIB if is_split else 40 * MIB)
-    allocator.free(handle)
-    assert figures(allocator)[:2] == (MIB + 512, MIB + 512)
-
-
-def test_what_is_split_off_is_the_upper_part() -> None:
-    allocator = Allocator()
-    first, second = allocator.allocate(KIB), allocator.allocate(KIB)
-    assert second == first + KIB
-
-
 def test_among_equals_the_lowest_address_is_taken() -> None:
     allocator = Allocator()
     handles = [allocator.allocate(MIB // 2) for _ in range(8)]
     for place in (5, 1, 3):
         allocator.free(handles[place])
     assert [allocator.allocate(MIB // 2) for _ in range(3)] == [handles[place] for place in (1, 3, 5)]
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_nothing_is_no_size(size: int) -> None:
-    with pytest.raises(UsageError, match=f"allocate {size} bytes"):
-        Allocator().allocate(size)
 
 
 def test_only_what_is_handed_out_can_be_freed() -> None:

@@ -220,9 +220,7 @@ def test_the_report_has_every_key_of_schema_1(plan: Plan) -> None:
     assert report["predicted"]["peak_at"].keys() >= {"operation", "module", "source"}
     for layer in report["placement"]:
         assert {"module", "saved_bytes", "freed_bytes", "recomputed", "added_seconds"} <= set(layer)
-    assert "measured" not in plan.report() and "operations" not in plan.report()
-    rows = plan.report(operations=True)["operations"]
-    assert len(rows) == len(GRAPH.operations) and {"flops", "moved_bytes", "seconds"} <= set(rows[0])
+    assert "measured" not in plan.report()
     assert Plan.from_json(verified.to_json()) == verified
 
 
@@ -335,18 +333,21 @@ def parent_of(data: Any, path: tuple[Any, ...]) -> Any:
     return data
 
 
-def only_peaks(data: Any) -> None:
-    """Leave one point of each timeline: thousands of files are read, and one point is as good as many."""
+@pytest.fixture
+def small() -> Any:
+    """Return a plan as data, as small as one with all parts can be: thousands like it are read."""
+    graph, costs = transformer(1)
+    made = make_plan(graph, costs, budget="90%", solver="sqrt", origin=PlanOrigin(fingerprint={"class": "Toy"}))
+    data = json.loads(made.to_json())
     for line in data["details"]["timeline"].values():
         line["points"] = [max(line["points"], key=lambda point: point["size_bytes"])]
+    return data
 
 
-def test_wrong_types_anywhere_are_refused_or_harmless(plan: Plan) -> None:
-    good = json.loads(plan.to_json())
-    only_peaks(good)
-    for path in places(good):
+def test_wrong_types_anywhere_are_refused_or_harmless(small: Any) -> None:
+    for path in places(small):
         for wrong in (None, True, -1, 10**30, 1e308, "text", "\x1b[2J", "x" * 20_000, [], [[]], {}, {"a": {}}):
-            bad = copy.deepcopy(good)
+            bad = copy.deepcopy(small)
             parent_of(bad, path)[path[-1]] = wrong
             try:
                 read = Plan.from_json(json.dumps(bad))
@@ -357,14 +358,12 @@ def test_wrong_types_anywhere_are_refused_or_harmless(plan: Plan) -> None:
                 read.report()
 
 
-def test_a_missing_field_is_named(plan: Plan) -> None:
-    good = json.loads(plan.to_json())
-    only_peaks(good)
+def test_a_missing_field_is_named(small: Any) -> None:
     # What follows from other fields, or need not be there.
     optional = {"activation_budget_bytes", "overhead", "details", "values", "offloaded_bytes", "offloaded"}
     optional.add("proven_minimum_peak_bytes")
-    for path in places(good):
-        bad = copy.deepcopy(good)
+    for path in places(small):
+        bad = copy.deepcopy(small)
         del parent_of(bad, path)[path[-1]]
         free = path[0] in ("fingerprint", "decisions", "static_bytes") and len(path) > 1
         if free or isinstance(path[-1], int) or path[-1] in optional or "targets" in path[:-1]:

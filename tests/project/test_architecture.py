@@ -54,7 +54,6 @@ ONLY_IN = {
     "rich": (
         "planner.report",
         "planner.commands._terminal",
-        "planner.extras.pipelines.report",
         "planner.extras.splits.report",
     ),
     "jinja2": ("planner.report",),

@@ -109,7 +109,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
         "plan", "check", "profile", "calibrate", "verify", "models", "explain", "audit", "what-if",
-        "export", "strategies", "pipeline",
+        "export", "strategies",
     }  # fmt: skip
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])

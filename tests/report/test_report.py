@@ -22,7 +22,6 @@ from planner.ir.simulator import simulate
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import EagerStep, Plan, PlanOrigin, Verification
 from planner.report import render
-from planner.report.style import compact_count
 from planner.report.verdict import verdict
 from tests.example_graphs import transformer
 from tests.planned import by_hand, make_plan, make_problem
@@ -73,9 +72,9 @@ def example_eager(plan: Plan) -> EagerStep:
     return EagerStep(peak_bytes=2 * plan.baseline_peak_bytes, step_seconds=plan.baseline_step_seconds / 1.1)
 
 
-def shown(plan: Plan, width: int, *, operations: bool = False, full: bool = True) -> str:
+def shown(plan: Plan, width: int, *, full: bool = True) -> str:
     stream = io.StringIO()
-    render(plan, Console(file=stream, width=width, highlight=False), full=full, show_operations=operations)
+    render(plan, Console(file=stream, width=width, highlight=False), full=full)
     return stream.getvalue()
 
 
@@ -263,7 +262,7 @@ def test_any_width_and_any_output(plan: Plan, width: int, terminal: bool) -> Non
     stream = io.StringIO()
     colour = "truecolor" if terminal else None
     console = Console(file=stream, width=width, force_terminal=terminal, highlight=False, color_system=colour)
-    render(plan, console, full=True, show_operations=True)
+    render(plan, console, full=True)
     assert ("\x1b[" in stream.getvalue()) == terminal
 
 
@@ -275,17 +274,6 @@ def test_names_with_brackets_are_shown_as_they_are(plan: Plan) -> None:
     )
     text = shown(odd, 100)
     assert "[bold]x[/bold]" in text and "m[0]" in text
-
-
-def test_the_operations_table_adds_up(plan: Plan) -> None:
-    text = shown(plan, 160, operations=True)
-    lines = section(text, "Operations")
-    assert len(lines) == len(plan.operations) + 1
-    total = lines[-1]
-    assert compact_count(sum(row.flops for row in plan.operations)) in total
-    assert format_bytes(sum(row.moved_bytes for row in plan.operations)) in total
-    assert total.split()[-1] == str(sum(row.runs for row in plan.operations))
-    assert "Operations" not in shown(plan, 160)
 
 
 def test_a_plan_without_parts_can_be_shown(plan: Plan) -> None:

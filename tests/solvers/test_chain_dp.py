@@ -101,16 +101,6 @@ def test_uniform_chains_take_as_many_forward_steps_as_revolve(steps: int, snapsh
     assert solution.recompute_seconds + steps - 1 == advances(steps, snapshots)
 
 
-@pytest.mark.parametrize(("steps", "snapshots"), [(5, 2), (10, 3), (21, 3), (40, 6)])
-def test_uniform_chains_take_as_many_forward_steps_as_checkpoint_schedules(steps: int, snapshots: int) -> None:
-    package = pytest.importorskip("checkpoint_schedules")
-    actions = list(package.Revolve(steps, snapshots))
-    forward = sum(action.n1 - action.n0 for action in actions if isinstance(action, package.Forward))
-    solution = solvers.solve(uniform(steps, snapshots), "chain-dp")
-    taped = steps
-    assert solution.recompute_seconds + steps - 1 + taped == forward
-
-
 def test_tight_memory_makes_recomputation_nested() -> None:
     problem = uniform(20, 2)
     solution = solvers.solve(problem, "chain-dp")
@@ -193,12 +183,6 @@ def test_depth_is_no_obstacle() -> None:
     started = time.perf_counter()
     solvers.solve(problem, "chain-dp")
     assert time.perf_counter() - started < 20  # two seconds where nothing else runs
-
-
-def test_two_solves_give_the_same_plan() -> None:
-    problem = problem_at(oracle.resnet_like(12), 0.5)
-    one, other = (solvers.solve(problem, "chain-dp").schedule for _ in range(2))
-    assert one == other
 
 
 def test_a_graph_that_cannot_be_cut_is_said_to_be_one() -> None:

@@ -1,4 +1,4 @@
-"""Plans for the stages of a pipeline: of a whole model, or of stages that run under torch.distributed.pipelining."""
+"""Plans for the stages of a pipeline that run under torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 from planner.common.registry import lazily
 
 if TYPE_CHECKING:
-    from planner.extras.pipelines.plan import PipelinePlan, StagePlan
+    from planner.extras.pipelines.plan import StagePlan
     from planner.extras.pipelines.rank import wrap_pipeline
-    from planner.extras.pipelines.whole_model import plan_pipeline
 
-__all__ = ["PipelinePlan", "StagePlan", "plan_pipeline", "wrap_pipeline"]
+__all__ = ["StagePlan", "wrap_pipeline"]
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"PipelinePlan": "plan", "StagePlan": "plan", "plan_pipeline": "whole_model", "wrap_pipeline": "rank"}
-    return lazily(name, __name__, modules)
+    return lazily(name, __name__, {"StagePlan": "plan", "wrap_pipeline": "rank"})

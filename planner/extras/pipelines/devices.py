@@ -1,8 +1,8 @@
-"""The plan of a pipeline: of each device, while so many micro-batches are in flight, and which device binds.
+"""The plan of one device of a pipeline, while so many micro-batches are in flight.
 
 While one micro-batch is at work on a device, each other one in flight holds what its plan saves, the
 same bytes all the time. So a device holds what is resident, what the simulator says of the
-micro-batch at work, and the others' saved bytes, which depend on the plan. ``Device.solve`` bounds
+micro-batch at work, and the others' saved bytes, which depend on the plan. ``Device.planned`` bounds
 what a micro-batch may save, and searches for the best bound: with a bound of c the others hold c
 each, and the existing solvers do the rest. Over plans that save between a and c, to count a for each
 other one and to allow c is a relaxation, which gives the lower bound.
@@ -13,16 +13,15 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
-from typing import Any
 
 from planner.common.options import Search
-from planner.common.units import Size, format_bytes, parse_size
+from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError
-from planner.extras.pipelines.plan import PipelinePlan, StagePlan
-from planner.extras.pipelines.schedules import Load, PipelineSchedule, loads, most_in_flight, passes
+from planner.extras.pipelines.plan import StagePlan
+from planner.extras.pipelines.schedules import Load, most_in_flight
 from planner.extras.pipelines.stages import Stage
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
@@ -40,47 +39,6 @@ _SPLITS = 8
 
 _CLOSED = 1e-4
 """Gap, as a share of the stage's time, at which the search stops."""
-
-
-def make_pipeline_plan(
-    devices: Sequence[Sequence[Stage]],
-    static_memory: Sequence[StaticMemory],
-    schedule: PipelineSchedule,
-    *,
-    budget: Size,
-    search: Search | None = None,
-    origin: PlanOrigin | None = None,
-) -> PipelinePlan:
-    """Plan every device of a pipeline, from its chunks and what is resident there.
-
-    The budget is for each device; ``"60%"`` is of the highest peak without recompute. The time limit is for each, too.
-    A NoPlanFitsError says that a stage has no plan, and which smallest budget is known to be enough for all.
-    """
-    search = search or Search(time_limit_seconds=10.0)
-    get(search.solver)
-    made = [
-        Device(index, chunks, around, loads(passes(schedule, index), schedule.chunks))
-        for index, (chunks, around) in enumerate(zip(devices, static_memory, strict=True))
-    ]
-    budget_bytes = parse_size(budget, whole_bytes=max(device.keep_all.peak_bytes for device in made))
-    name = devices[0][0].graph.name
-    stages: list[StagePlan] = []
-    tight: list[Device] = []
-    for device in made:
-        search.tell(f"planning stage {device.index} of {len(made)}")
-        found = device.planned(budget_bytes, search, [origin or PlanOrigin()] * schedule.chunks)
-        if found is None:
-            tight.append(device)
-        else:
-            stages.append(found)
-    if tight:
-        worst = max(tight, key=lambda device: device.lowest.peak_bytes)
-        smallest = [
-            {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
-        ]
-        facts = {"model": name, "pipeline": asdict(schedule), "binding_stage": worst.index, "stages": smallest}
-        raise worst.no_plan_fits(budget_bytes, f"stage {worst.index} of {schedule.stages}", **facts)
-    return PipelinePlan(model=name, schedule=schedule, budget_bytes=budget_bytes, stages=tuple(stages))
 
 
 @dataclass(frozen=True)
@@ -159,9 +117,10 @@ class Device:
             tuple(found.recompute_seconds for *_, found in alone),
         )
 
-    def no_plan_fits(self, budget_bytes: int, where: str, **facts: Any) -> NoPlanFitsError:
+    def no_plan_fits(self, budget_bytes: int) -> NoPlanFitsError:
         """Return the error that this device has no plan within a budget, and which budget is known to be enough."""
         smallest_bytes, in_flight = self.lowest.peak_bytes, most_in_flight(self.loads)
+        where = f"rank {self.index} of the pipeline"
         message = (
             f"no plan was found that fits {format_bytes(budget_bytes)}: {where} binds, "
             f"with {in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight and "
@@ -175,7 +134,6 @@ class Device:
             "budget_bytes": budget_bytes,
             "minimum_feasible_peak_bytes": smallest_bytes,
             "message": message,
-            **facts,
         }
         return NoPlanFitsError(message, minimum_feasible_peak_bytes=smallest_bytes, operation=where, report=report)
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.errors import RuntimeUnsupportedError, UsageError
-from planner.extras.pipelines.schedules import Pass, PipelineSchedule, passes
+from planner.extras.pipelines.schedules import Pass, passes
 
 _FORWARD, _WHOLE = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
 _FIRST, _REST = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
@@ -124,13 +124,13 @@ class RankOfPipeline:
 
 def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int | None]:
     """Return the order of a schedule with one stage on each rank; torch's own list of 1F1B is not what it runs."""
-    kinds = {ScheduleGPipe: "gpipe", Schedule1F1B: "1f1b"}
-    kind = kinds.get(type(schedule))
-    if kind is None:
-        raise _unknown(schedule)
     count = schedule._n_microbatches
-    order = passes(PipelineSchedule(stages=stage.num_stages, micro_batches=count, name=kind), stage.stage_index)
-    return order, min(count, stage.num_stages - stage.stage_index) if kind == "1f1b" else None
+    if type(schedule) is ScheduleGPipe:
+        return passes(count, warm_up=count), None
+    if type(schedule) is Schedule1F1B:
+        stages_after = stage.num_stages - stage.stage_index - 1
+        return passes(count, warm_up=min(count, stages_after)), min(count, stages_after + 1)
+    raise _unknown(schedule)
 
 
 def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass, ...], bool]:

@@ -173,7 +173,7 @@ class _Rank:
         budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
         if made is None:
-            raise device.no_plan_fits(budget_bytes, f"rank {device.index} of the pipeline")
+            raise device.no_plan_fits(budget_bytes)
         return made, stages
 
     def _gathered(self, unit: Unit, left: Sequence[int]) -> tuple[list[int], int]:

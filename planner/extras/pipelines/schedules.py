@@ -1,59 +1,13 @@
 """In which order a device of a pipeline runs its micro-batches, and how many it holds meanwhile.
 
 A device runs *passes*: the forward or the backward of one micro-batch through one *chunk* of
-layers. Schedules differ in the order alone, and what a device must hold follows from the order:
-
-- ``gpipe``: all forwards, then all backwards. All M micro-batches are in flight
-  (Huang et al., "GPipe", 2019).
-- ``1f1b``: stage s of S begins with min(M, S - s - 1) forwards, then forwards and backwards take
-  turns, so that min(M, S - s) are in flight (Narayanan et al., "Efficient Large-Scale Language
-  Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2).
-- ``interleaved``: each device has v chunks, and stage s begins with 2(S - s - 1) + (v - 1)S forwards
-  of chunks, Mv at most; one more is in flight (the same paper; Korthikanti et al., "Reducing
-  Activation Recomputation in Large Transformer Models", 2022, give the bytes that follow).
+layers. Schedules differ in the order alone, and what a device must hold follows from the order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from planner.common.registry import did_you_mean
-from planner.errors import UsageError
-
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSchedule:
-    """A pipeline, and in which order it runs; numbers that do not go together raise UsageError."""
-
-    stages: int
-    """Devices, each with one stage."""
-    micro_batches: int
-    """Micro-batches of one training step."""
-    name: str = "1f1b"
-    """One of :data:`SCHEDULES`."""
-    chunks: int = 1
-    """Groups of layers on each device; above 1 for ``"interleaved"``, and only there."""
-
-    def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            hint = did_you_mean(self.name.lower(), SCHEDULES, most=1, write=str)
-            raise UsageError(f"unknown schedule {self.name!r}: {hint}there are {', '.join(SCHEDULES)}")
-        for what, count in (("stages", self.stages), ("micro-batches", self.micro_batches), ("chunks", self.chunks)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise UsageError(f"a pipeline needs at least 1 of its {what}, not {count!r}")
-        if (self.name == "interleaved") != (self.chunks > 1):
-            raise UsageError(
-                f"schedule {self.name!r} does not go with {self.chunks} chunk(s) on each device: "
-                "'interleaved' takes 2 or more, the others 1"
-            )
-        if self.name == "interleaved" and self.micro_batches % self.stages:
-            raise UsageError(
-                f"the interleaved schedule takes micro-batches in groups of one for each stage: "
-                f"{self.micro_batches} is no multiple of {self.stages}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +34,16 @@ class Load:
     left_bytes: int
 
 
-def warm_up_of(stages: int, stage: int, chunks: int = 1) -> int:
-    """Return with how many forwards a device begins under 1f1b, or interleaved if it has several chunks.
+def passes(micro_batches: int, warm_up: int) -> tuple[Pass, ...]:
+    """Return what a device with one chunk runs in a training step that begins with so many forwards, in order.
 
-    There may be fewer in a step; one more than that is in flight at most.
-    """
-    return stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-
-
-def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
-    """Return what one device runs in a training step, in order.
-
-    >>> order = passes(PipelineSchedule(stages=2, micro_batches=3), stage=0)
-    >>> " ".join(f"{'B' if done.is_backward else 'F'}{done.micro_batch}" for done in order)
+    >>> " ".join(f"{'B' if done.is_backward else 'F'}{done.micro_batch}" for done in passes(3, warm_up=1))
     'F0 F1 B0 F2 B1 B2'
     """
-    s, m, v = schedule.stages, schedule.micro_batches, schedule.chunks
-    total = m * v
-    warm_up = total if schedule.name == "gpipe" else min(warm_up_of(s, stage, v), total)
-
-    def numbered(number: int, is_backward: bool) -> Pass:
-        # With one chunk that is micro-batch after micro-batch; with several, groups of s go through all chunks.
-        group, within = divmod(number, s * v)
-        chunk, micro_batch = within // s, group * s + within % s
-        if v == 1:
-            chunk, micro_batch = 0, number
-        return Pass(is_backward, v - 1 - chunk if is_backward else chunk, micro_batch)
-
-    order = [numbered(number, False) for number in range(warm_up)]
-    for number in range(total - warm_up):
-        order += [numbered(warm_up + number, False), numbered(number, True)]
-    order += [numbered(number, True) for number in range(total - warm_up, total)]
-    return tuple(order)
+    order = [Pass(False, 0, number) for number in range(warm_up)]
+    for number in range(micro_batches - warm_up):
+        order += [Pass(False, 0, warm_up + number), Pass(True, 0, number)]
+    return (*order, *(Pass(True, 0, number) for number in range(micro_batches - warm_up, micro_batches)))
 
 
 def loads(order: Sequence[Pass], chunks: int, left_bytes: Sequence[int] = ()) -> tuple[Load, ...]:

@@ -10,21 +10,23 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.inputs import Inputs, LossFunction
+from planner.capture.inputs import Inputs, LossFunction, check_module
 from planner.capture.joint import JointGraph, parameter_nodes, tensors_of
+from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import OpOverload, declared_arguments, in_memory, storage_id
 from planner.common.limits import SolveLimits
 from planner.common.options import Training
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.extras.pipelines.stages import Stage, cut
-from planner.extras.pipelines.whole_model import WholeStep, part_of
+from planner.extras.pipelines.stages import Stage
+from planner.extras.splits.layers import cut
 from planner.extras.splits.table import FULL, KEEP, Choice, Layer, ModelTable, Work, divisors, merged
 from planner.ir.graph import Operation, Phase, TrainingGraph
+from planner.ir.in_place import joined
 from planner.ir.layers import find_layers, layer_among
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
 from planner.measure.optimizers import optimizer_memory
-from planner.session.step import Options
+from planner.session.step import Options, captured, cost, lower_step, with_loss
 from planner.solvers import solved
 
 KEPT_SHARES = (0.75, 0.5, 0.25)
@@ -53,11 +55,30 @@ def split_table(
     UsageError
         If it has no repeated layers.
     """
-    return _Tabulation(model, WholeStep(model, inputs, loss_fn, options), options.training).table(tokens)
+    return _Tabulation(model, _WholeStep(model, inputs, loss_fn, options), options.training).table(tokens)
+
+
+class _WholeStep:
+    """A step of a whole model, captured with nothing around it, to be cut: its graph, costs, and what it reads."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, options: Options) -> None:
+        check_module(model)
+        options = with_loss(model, replace(options, training=Training()), loss_fn, inputs)
+        self.step = lower_step(model, captured(model, inputs, options), options)
+        costs = cost(model, self.step.lowered, self.step.spec, options).costs
+        in_place = joined(self.step.lowered.graph, self.step.may_overwrite, costs)
+        self.graph, self.costs = in_place.graph, in_place.costs(costs)
+        single = _storages_read(self.step.lowered)
+        self._reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
+
+    def storages_read(self, stages: Sequence[Stage]) -> set[int]:
+        """Return the storages of the step's inputs that stages read, directly or through views."""
+        operations = (index for stage in stages for index in stage.operations if index < len(self._reads))
+        return set[int]().union(*(self._reads[index] for index in operations))
 
 
 class _Tabulation:
-    def __init__(self, model: nn.Module, whole: WholeStep, training: Training) -> None:
+    def __init__(self, model: nn.Module, whole: _WholeStep, training: Training) -> None:
         self.model, self.whole, self.training = model, whole, training
         graph, lowered = whole.graph, whole.step.lowered
         self.joint: JointGraph = lowered.joint
@@ -65,8 +86,7 @@ class _Tabulation:
         self.blocks = layers.blocks
         if len(self.blocks) < 2:
             raise UsageError(f"{graph.name} has no row of repeated layers: its devices can only be copies")
-        forward = dict.fromkeys(name for name in layers.of[: graph.loss_index] if name)
-        self.stages = cut(graph, whole.costs, len(forward))
+        self.stages = cut(graph, whole.costs)
         pairs = zip(lowered.operation_nodes, lowered.graph.operations, strict=True)
         operations = {node: operation for node, operation in pairs if node is not None}
         # What is known of operations by their keys, which stages have too.
@@ -197,18 +217,18 @@ class _Tabulation:
 
     def _weights_of(self, storages: set[int]) -> dict[str, Any]:
         """Return what a layer that reads parameters of these storages has of the model, and what training holds."""
-        part = part_of(self.model, storages)
+        own = [parameter for parameter in self.model.parameters() if storage_id(parameter) in storages]
         memory = optimizer_memory(
-            part.parameters(),
+            own,
             self.training.optimizer,
             alignment_bytes=1,
             device_kind=self.whole.step.spec.kind,
             master_weights=self.training.master_weights,
         )
-        sizes = {storage_id(p): in_memory(p).nbytes for p in part.parameters()}
+        sizes = {storage_id(p): in_memory(p).nbytes for p in own}
         return {
             "parameter_bytes": sum(sizes.values()),
-            "gradient_bytes": sum(in_memory(p).nbytes for p in part.parameters() if p.requires_grad),
+            "gradient_bytes": sum(in_memory(p).nbytes for p in own if p.requires_grad),
             "optimizer_bytes": memory.state_bytes + memory.master_bytes,
         }
 
@@ -220,6 +240,20 @@ class _Tabulation:
             node = node.all_input_nodes[0]
         tensor = known.get(node)
         return tensor if tensor is not None and id(tensor) in parameters else None
+
+
+def _storages_read(lowered: LoweredGraph) -> list[set[int]]:
+    """Return for each operation the storages of the step's inputs that it reads."""
+    given = zip(lowered.joint.placeholders, lowered.joint.inputs, strict=True)
+    looks_at: dict[fx.Node, set[int]] = {node: {storage_id(tensor)} for node, tensor in given}
+
+    def read(node: fx.Node) -> set[int]:
+        return set[int]().union(*(looks_at.get(source, set()) for source in node.all_input_nodes))
+
+    for node in lowered.joint.graph.nodes:
+        if node in lowered.alias_nodes:
+            looks_at[node] = read(node)
+    return [read(node) if node is not None else set() for node in lowered.operation_nodes]
 
 
 def _runs(operation: Operation) -> bool:

@@ -4,14 +4,12 @@ What is assumed, beside the roofline's efficiencies:
 
 - Devices that share layers share the sequence between them too (sequence parallel): everything that is there for each
   token is divided. What they sum is gathered and scattered in plain sight: no arithmetic hides it.
-- Devices that share a sequence pass keys and values around while attention works on those that are there.
 - FSDP2's gathers and sums hide behind the arithmetic of the same pass, but for those of one layer; sums over replicas
   hide behind the last micro-batch's backward.
-- What is sent between stages, and to experts, is waited for. Experts are equally busy.
+- What is sent between stages is waited for.
 - The optimizer is one fused kernel: its step holds nothing beside its state.
 - Stages follow a 1F1B schedule, interleaved where each has several chunks; the slowest one sets the pace.
-- Neighbours in a node are first the devices that share layers, then those that share a sequence, then replicas; stages
-  are furthest apart.
+- Neighbours in a node are first the devices that share layers, then replicas; stages are furthest apart.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.extras.pipelines.schedules import warm_up_of
 from planner.extras.splits.table import FULL, KEEP, Choice, Layer, ModelTable
 from planner.extras.splits.types import FSDP2, FSDP2_KEPT, OPTIMIZER, REPLICATED, Mixed, Split
 
@@ -74,10 +73,13 @@ def stages_of(table: ModelTable, pipeline: int, chunks: int) -> tuple[Stage, ...
 def in_flight(split: Split, stage: int, micro_batches: int) -> float:
     """Return how many micro-batches a stage holds at most, the one at work included.
 
-    Of an interleaved pipeline they are passes through one chunk, as shares of the device's layers.
+    Of an interleaved pipeline they are passes through one chunk, as shares of the device's layers. A stage begins with
+    that many forwards less one: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, section 2.2; for interleaved ones Megatron-LM's code.
     """
-    chunks = split.chunks
-    return min(warm_up_of(split.pipeline, stage, chunks) + 1, micro_batches * chunks) / chunks
+    stages_after, chunks = split.pipeline - stage - 1, split.chunks
+    warm_up = stages_after if chunks == 1 else 2 * stages_after + (chunks - 1) * split.pipeline
+    return min(warm_up + 1, micro_batches * chunks) / chunks
 
 
 class Weights(NamedTuple):

@@ -34,7 +34,7 @@ def to_html(plan: Plan) -> str:
         "js": resource("chart.js") + resource("page.js"),
         "verdict": verdict.verdict(plan),
         "bound": verdict.bound(plan),
-        "recomputed": verdict.recomputed([plan]),
+        "recomputed": verdict.recomputed(plan),
         "anatomy": [(kind, size, size / plan.peak_bytes) for kind, size in in_order(plan.anatomy)],
         "timeline": charts.timeline(plan, details) if details and details.after.points else None,
         "tensors": details.alive[:_MOST_TENSORS] if details else (),

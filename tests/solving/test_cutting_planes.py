@@ -1,18 +1,19 @@
-"""Rows that a budget implies for whole values: they cut off shares of values, and no plan."""
+"""Rows of ways back and of budgets: they cut off shares of values, and no plan (see test_plan_columns.py)."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 
 from planner.ir.problem import Problem
-from planner.solving.cutting_planes import BudgetRows, Rounding
-from planner.solving.milp import minimise
+from planner.solving.cutting_planes import BudgetRows, PathRows
+from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, Room, build
 from tests.oracle import resnet_like
-from tests.solving.relaxations import bounds, hold_to_the_cheapest_plan
 
 
 def _room(sizes: list[int], free_bytes: int) -> Model:
@@ -48,24 +49,25 @@ def test_no_whole_choice_that_fits_breaks_a_row_and_the_shares_do(seed: int) -> 
                 assert sum(weight * whole[column] for column, weight in terms) >= least
 
 
-def _rows(_problem: Problem, _cuts: list[Cut], model: Model, known: list[Rounding]) -> BudgetRows:
-    return BudgetRows(model, known)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_bound_with_them_is_above_the_cheapest_plan(seed: int) -> None:
-    hold_to_the_cheapest_plan(seed, _rows, ((4,), (4, 6), (2, 3, 4, 5, 6, 7, 8)))
-
-
-def test_between_cuts_of_a_tight_budget_the_bound_rises() -> None:
-    graph, costs = resnet_like(4)
+@pytest.mark.parametrize(
+    ("rows_of", "blocks", "share"),
+    [(PathRows, 12, 0.35), (lambda problem, cuts, model, known: BudgetRows(model, known), 4, 0.5)],
+)
+def test_between_cuts_of_a_tight_budget_bounds_rise_and_stay_where_the_rows_that_matter_are_known(
+    rows_of: Callable[[Problem, list[Cut], Model, list[Any]], Any], blocks: int, share: float
+) -> None:
+    graph, costs = resnet_like(blocks)
     whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=whole.baseline.peak_bytes // 2)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=int(share * whole.baseline.peak_bytes))
     turn, count = graph.loss_index, len(graph.operations)
     cuts = [Cut(step) for step in range(turn, count, (count - turn) // 8)]
-    without, bound, known = bounds(problem, cuts, _rows, [])
-    assert bound > 1.1 * without
-    again = build(problem, [Cut(turn - 1), *cuts])
-    assert again is not None
-    BudgetRows(again, known)
-    assert minimise(again, relax=True).bound * max(cost.seconds for cost in costs) > 0.999 * bound
+    model, again = build(problem, cuts), build(problem, cuts)
+    assert model is not None and again is not None
+    without = minimise(model, relax=True).bound
+    rows, relaxation = rows_of(problem, cuts, model, []), Relaxation(model)
+    while rows.add_broken((found := relaxation.solve()).columns or []):
+        pass
+    assert found.bound > 1.1 * without
+    assert all(len({column for column, _ in terms}) == len(terms) for terms, _ in model.rows)
+    rows_of(problem, cuts, again, rows.binding(relaxation.prices()))
+    assert minimise(again, relax=True).bound > 0.999 * found.bound
