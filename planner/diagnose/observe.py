@@ -23,6 +23,7 @@ from planner.capture.failures import in_one_line, raised_at
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
 from planner.capture.model_facts import updates_statistics
+from planner.capture.state_restore import put_back
 from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in
@@ -147,20 +148,8 @@ def _module_of(function: Any) -> Any:
 
 @contextmanager
 def _left_alone(model: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Enter the fake mode that the model was built under, or a new one, and leave modules as they were."""
+    """Enter the fake mode that the model was built under, or a new one, and leave the model as it was."""
     tensors = (*model.parameters(), *model.buffers(), *inputs.tensors())
     mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    buffers = {module: dict(module.named_buffers(recurse=False)) for module in attributes}
-    try:
-        for module, own in buffers.items():
-            for name, buffer in own.items():  # the mode would let a counter that is written in place count
-                setattr(module, name, buffer if isinstance(buffer, FakeTensor) else mode.from_tensor(buffer))
-        with mode:
-            yield
-    finally:
-        for module, before in attributes.items():
-            vars(module).clear()
-            vars(module).update(before)
-            for name, buffer in buffers[module].items():
-                setattr(module, name, buffer)
+    with put_back(model), mode:
+        yield

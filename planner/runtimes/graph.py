@@ -153,6 +153,8 @@ class GraphRuntime(PlannedCalls):
         self._expected: list[int] | None = None
         self._in_a_row = 0
         """How many calls in a row, up to the last, were captured."""
+        self._changes = ""
+        """What is no longer so, if a capture is one too many."""
         self._new_calls()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,17 +194,13 @@ class GraphRuntime(PlannedCalls):
     def _captured(self, inputs: Inputs) -> Any:
         """Capture, plan and run a new kind of call."""
         check_plannable(self.model, inputs)
-        if self._graphs >= self.options.runtime.maximum_shapes:
-            raise RuntimeUnsupportedError(
-                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
-                f"own{self._what_changes(inputs)}. Pass a tensor in place of a number that changes, pad or bucket "
-                "inputs whose sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
-            )
-        if self._in_a_row == _OFTEN:
+        is_often = self._in_a_row == _OFTEN
+        self._changes = self._what_changes(inputs) if is_often or self._is_at_limit else ""
+        if is_often:
             warnings.warn(
                 f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
-                f"{self._what_changes(inputs)}. What its forward looks at must be alike in most calls; "
-                "runtime='modules' captures nothing",
+                f"{self._changes}. What its forward looks at must be alike in most calls; runtime='modules' captures "
+                "nothing",
                 stacklevel=8,
             )
         self._in_a_row += 1
@@ -224,6 +222,10 @@ class GraphRuntime(PlannedCalls):
         """Return the inputs with dimensions that vary, or are marked."""
         of_marks = ((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))
         return [*varying_dimensions(inputs, self._sizes), *of_marks]
+
+    @property
+    def _is_at_limit(self) -> bool:
+        return self._graphs >= self.options.runtime.maximum_shapes
 
     def _what_changes(self, inputs: Inputs) -> str:
         found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
@@ -349,6 +351,12 @@ class GraphRuntime(PlannedCalls):
         return sizes_of(called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
+        if self._is_at_limit:  # said here, since a call that fails by itself does not come so far
+            raise RuntimeUnsupportedError(
+                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
+                f"own{self._changes}. Pass a tensor in place of a number that changes, pad or bucket inputs whose "
+                "sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
+            )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:
             return loss_outputs(graph_module, self.options.loss)

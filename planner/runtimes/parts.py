@@ -83,15 +83,8 @@ class PartsRuntime(CallsInSituations):
         self.complete_options(inputs)
         situation = self.situation(inputs)
         try:
-            made = plan_parts(
-                self.model,
-                inputs,
-                self.options,
-                reuse=self.plan,
-                must_match=self.must_match,
-                without=self._eager,
-                missed=self._missed,
-            )
+            known: dict[str, Any] = {"reuse": self.plan, "must_match": self.must_match}
+            made = plan_parts(self.model, inputs, self.options, without=self._eager, missed=self._missed, **known)
         except (InfeasibleBudgetError, CaptureError) as error:
             if situation not in self._before:
                 raise

@@ -81,7 +81,7 @@ class RegionalRuntime(CallsInSituations):
         is_for_shards = plan is not None and int(plan.fingerprint.get(SHARDS, 1)) == shards_of(self.model)
         is_near = sharded and is_for_this and is_for_shards and knows_types
         is_near |= self.must_match and (sharded or not is_for_this)
-        if plan is not None and is_near and are_no_larger(described(inputs.tensors()), planned_for(plan)):
+        if plan is not None and is_near and are_no_larger(described(inputs.tensors()), str(plan.fingerprint["inputs"])):
             self.is_confirmed = True
         else:
             with whole(self.model):
@@ -106,11 +106,6 @@ class RegionalRuntime(CallsInSituations):
         self.is_confirmed = True
         self.put_in_force(plan)
         return plan
-
-
-def planned_for(plan: Plan) -> str:
-    """Return the inputs of a plan, as :func:`described`."""
-    return str(plan.fingerprint["inputs"])
 
 
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler: Compiler = aot_backend) -> Step:
