@@ -138,10 +138,7 @@ def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search)
     fits = setup.peak_bytes <= budget_bytes
     offload = Offload(False)
     if setup.host_bytes:
-        offload = Offload(
-            host_budget=setup.host_bytes,
-            at_least=study.least_offloaded(setup.schedule),
-        )
+        offload = Offload(host_budget=setup.host_bytes, at_least=study.least_offloaded(setup.schedule))
     try:
         found = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)
     except NoPlanFitsError as error:

@@ -71,15 +71,9 @@ _SECONDS_EACH = 2.0
 
 def every_nth_layer(graph: TrainingGraph, n: int) -> Schedule | None:
     """Return the schedule of ``torch.utils.checkpoint`` around the first block and every n-th after it, if any."""
-    blocks = find_layers(graph).blocks
-    return checkpointed_blocks(graph, blocks[::n]) if blocks else None
-
-
-def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str]) -> Schedule:
-    """Return the schedule of ``torch.utils.checkpoint`` around each of these blocks, which are paths."""
-    inside = forward_of_blocks(graph, find_layers(graph))
-    regions = (region_of(graph, block, inside[block]) for block in blocks)
-    return schedule_of(graph, [region for region in regions if region is not None])
+    blocks = list(forward_of_blocks(graph, find_layers(graph)).items())
+    regions = (region_of(graph, block, inside) for block, inside in blocks[::n])
+    return schedule_of(graph, [region for region in regions if region is not None]) if blocks else None
 
 
 def regions_of_blocks(problem: Problem) -> tuple[Region, ...]:

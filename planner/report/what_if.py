@@ -128,8 +128,6 @@ def _needed(outcome: Outcome) -> str:
 def _largest(axis: SizeAxis) -> str:
     budget = format_bytes(axis.budget_bytes)
     largest, best = axis.largest, axis.best
-    if not axis.rows:
-        return f"No {axis.name} was looked at."
     if largest is None or best is None or best.per_second is None:
         return f"No {axis.name} fits {budget}, not even {axis.rows[0].size}."
     return (
@@ -165,22 +163,16 @@ def _methods(methods: tuple[Method, ...]) -> RenderableType:
 
 
 def _origin(curve: TradeOffCurve) -> str:
-    host = ""
-    if curve.host_budget_bytes is not None:
-        host = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory."
-    eager = curve.eager
-    beside = (
-        ""
-        if eager is None
-        else (
-            f" Eager takes {format_seconds(eager.step_seconds)} and {format_bytes(eager.peak_bytes)}, of which "
-            "percentages are."
-        )
-    )
-    return (
+    said = (
         f"The step without recompute takes {format_seconds(curve.baseline_step_seconds)} by the {curve.cost_model} "
-        f"cost model of {curve.device}; torch {curve.torch}.{beside}{host}"
+        f"cost model of {curve.device}; torch {curve.torch}."
     )
+    if curve.eager is not None:
+        took = f"{format_seconds(curve.eager.step_seconds)} and {format_bytes(curve.eager.peak_bytes)}"
+        said += f" Eager takes {took}, of which percentages are."
+    if curve.host_budget_bytes is not None:
+        said += f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory."
+    return said
 
 
 def _rate(per_second: float) -> str:

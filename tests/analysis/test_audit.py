@@ -27,6 +27,7 @@ from planner.plans.plan import PlanOrigin
 from planner.report.comparisons import render_audit
 from tests.example_graphs import Builder, transformer
 from tests.planned import printed
+from tests.strategies.test_strategies import FACTORY
 
 GRAPH, COSTS = transformer(4)
 STATIC = GRAPH.total_static_bytes
@@ -181,16 +182,6 @@ def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:
 
 
 # Real models.
-
-
-FACTORY = """
-import torch
-
-
-def make():
-    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
-    return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
-"""
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

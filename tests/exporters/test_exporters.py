@@ -32,11 +32,10 @@ from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
-from planner.ir.checkpoints import forward_of, region_of
+from planner.ir.checkpoints import forward_of, region_of, schedule_of
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.comparison import checkpointed_blocks
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import PlanOrigin
 from planner.zoo.modules import MiniGPT
@@ -223,14 +222,6 @@ def test_what_offloads_is_chosen_anew_and_what_is_in_chunks_is_refused():
         exporters.export(chunked, to="jax", study=study)
 
 
-def test_figures_are_those_of_the_schedule():
-    made = export(PLANS["60%"], "huggingface")
-    evaluation = simulate(STUDY.graph, STUDY.costs, checkpointed_blocks(STUDY.graph, made.modules))
-    assert made.predicted is not None
-    assert made.predicted.peak_bytes == evaluation.peak_bytes + STUDY.graph.total_static_bytes
-    assert made.predicted.overhead == pytest.approx(evaluation.recompute_seconds / STUDY.problem().baseline.seconds)
-
-
 @pytest.mark.parametrize("percent", [90, 80, 70, 60, 55])
 def test_no_other_set_of_layers_costs_less(percent: int):
     graph, costs = transformer(6)
@@ -247,7 +238,9 @@ def test_no_other_set_of_layers_costs_less(percent: int):
     made = export(plan, "huggingface", study)
     blocks = [f"transformer.h.{i}" for i in range(6)]
     sets = itertools.chain.from_iterable(itertools.combinations(blocks, count) for count in range(7))
-    evaluations = [simulate(graph, costs, checkpointed_blocks(graph, chosen)) for chosen in sets]
+    regions = {region.module: region for region in eager(study).regions or ()}
+    schedules = [schedule_of(graph, [regions[block] for block in chosen]) for chosen in sets]
+    evaluations = [simulate(graph, costs, schedule) for schedule in schedules]
     least = min(e.recompute_seconds for e in evaluations if e.peak_bytes <= problem.budget_bytes)
     assert made.predicted is not None
     assert made.predicted.overhead == pytest.approx(least / problem.baseline.seconds, rel=1e-6)

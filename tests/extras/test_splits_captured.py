@@ -26,10 +26,7 @@ from tests.example_graphs import transformer
 @cache
 def table_of(name: str, *, length: int = 64, layers: int = 3, optimizer: str = "adamw") -> ModelTable:
     loaded = zoo.build(name, batch_size=1, seq_len=length, layers=layers, dtype="bfloat16", fake_mode=fake_mode())
-    options = Options(
-        target=Target("h100", cost_model="roofline"),
-        training=Training(optimizer, master_weights=True),
-    )
+    options = Options(target=Target("h100", cost_model="roofline"), training=Training(optimizer, master_weights=True))
     inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
     return split_table(loaded.model, inputs, loaded.loss_fn, options, tokens=length)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cost_models
 from planner.common.options import ENGINES
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import UsageError
 from planner.extras.splits.estimate import Estimator
 from planner.extras.splits.search import search, shapes, splits_of
 from planner.extras.splits.stages import ROW, Share, can_cut, cut_row, in_flight, stages_of
@@ -208,16 +208,6 @@ def test_more_bytes_never_take_less_and_networks_are_no_faster(size: int, member
     assert took >= links.pass_seconds(size, members, 1) * (1 - 1e-12) or members > 8
     within = replace(links, node_devices=4096)
     assert took >= size * (members - 1) / members / (within.node_bytes_per_second * EFFICIENCY)
-
-
-def test_what_does_not_fit_says_the_smallest_peak_and_whose_it_is() -> None:
-    table = model()
-    with pytest.raises(NoSplitFitsError) as raised:
-        search(table, question(memory=8 * MIB))
-    error = raised.value
-    assert isinstance(error, InfeasibleBudgetError) and error.exit_code == 3
-    assert "smallest peak found is" in str(error) and "micro-batch 1" in str(error)
-    assert error.report["minimum_feasible_peak_bytes"] == error.minimum_feasible_peak_bytes
 
 
 def test_every_shape_is_among_the_best_or_has_a_reason() -> None:

@@ -82,12 +82,6 @@ def test_a_plan_is_taken_over_only_where_its_blocks_fit() -> None:
     assert take_over(problem, plan, around=CUDA, **options) is None
 
 
-def test_without_an_allocator_what_is_asked_counts() -> None:
-    graph, costs = tower()
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    assert whole_peak_bytes(problem, Schedule.keep_all(graph), StaticMemory()) == problem.baseline.peak_bytes
-
-
 def test_of_two_plans_with_one_peak_the_one_that_an_error_spoke_of_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, costs = tower(3)
     known = Schedule.keep_all(graph)

@@ -92,10 +92,7 @@ def test_a_plan_follows_the_policy_and_says_so():
     def policy(operation):
         return "recompute" if operation.output_bytes > 2**24 else None
 
-    plan = make_plan(
-        make_problem(graph, costs, Budget("100%"), policy=policy),
-        SQRT,
-    )
+    plan = make_plan(make_problem(graph, costs, Budget("100%"), policy=policy), SQRT)
     (note,) = (warning for warning in plan.warnings if warning.rule == "policy")
     assert "recomputed" in note.evidence
     assert plan.recomputations and plan.peak_bytes < free.peak_bytes

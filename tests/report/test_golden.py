@@ -5,7 +5,6 @@ Set ``UPDATE_GOLDEN=1`` to write the files anew, and read the difference before 
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +23,7 @@ from planner.report.what_if import render as render_what_if
 from tests.analysis.test_explain import plan_with_drops
 from tests.analysis.test_what_if import fixed_curve
 from tests.example_graphs import transformer
-from tests.planned import make_plan
+from tests.planned import make_plan, printed
 from tests.report.test_report import example_plan
 from tests.strategies.test_strategies import fixed_strategies
 
@@ -38,23 +37,15 @@ def no_plan_fits() -> NoPlanFitsError:
     return caught.value
 
 
-def infeasible(console: Console) -> None:
-    render_infeasible(no_plan_fits().report, console)
-
-
-def what_if(console: Console) -> None:
-    render_what_if(Answers(curve=fixed_curve()), console)
-
-
 REPORTS: dict[str, tuple[Callable[[Console], object], tuple[int, ...]]] = {
     "plan": (lambda console: render(example_plan(), console, full=True), (80, 100, 160)),
     "screen": (lambda console: render(example_plan(verified=False), console), (80, 100)),
     "screen_measured": (lambda console: render(example_plan(), console), (100,)),
-    "infeasible": (infeasible, (80, 100, 160)),
+    "infeasible": (lambda console: render_infeasible(no_plan_fits().report, console), (80, 100, 160)),
     "explain": (lambda console: render_explanation(explain(plan_with_drops()), console, largest=6), (80,)),
     "explain_module": (lambda c: render_explanation(explain(plan_with_drops(), "transformer.h.2"), c), (80,)),
     "strategies": (lambda console: render_established(fixed_strategies(), console), (80,)),
-    "what_if": (what_if, (80,)),
+    "what_if": (lambda console: render_what_if(Answers(curve=fixed_curve()), console), (80,)),
 }
 
 
@@ -63,9 +54,7 @@ FILES = [(name, width) for name, (_, widths) in REPORTS.items() for width in wid
 
 @pytest.mark.parametrize(("name", "width"), FILES)
 def test_golden_report(name: str, width: int) -> None:
-    stream = io.StringIO()
-    REPORTS[name][0](Console(file=stream, width=width, highlight=False))
-    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    text = printed(lambda _, console: REPORTS[name][0](console), None, width=width)
     path = GOLDEN / f"{name}_{width}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")

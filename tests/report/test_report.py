@@ -24,7 +24,7 @@ from planner.plans.plan import EagerStep, Plan, PlanOrigin, Verification
 from planner.report import render
 from planner.report.verdict import verdict
 from tests.example_graphs import transformer
-from tests.planned import by_hand, make_plan, make_problem
+from tests.planned import by_hand, make_plan, make_problem, printed
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 """Reports of the example plan are there; ``test_golden.py`` holds them to what is rendered today."""
@@ -73,9 +73,7 @@ def example_eager(plan: Plan) -> EagerStep:
 
 
 def shown(plan: Plan, width: int, *, full: bool = True) -> str:
-    stream = io.StringIO()
-    render(plan, Console(file=stream, width=width, highlight=False), full=full)
-    return stream.getvalue()
+    return printed(render, plan, width=width, full=full)
 
 
 @pytest.fixture(scope="module")

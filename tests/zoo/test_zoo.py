@@ -7,14 +7,15 @@ import sys
 from itertools import product
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from planner import zoo
+from planner.capture import fake_mode
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
 from planner.errors import UsageError
 from tests.tiers import tiered
-
-torch = pytest.importorskip("torch")
-FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 
 SMALL = {
     "minigpt": {"seq_len": 16},
@@ -71,31 +72,6 @@ def loss_of(example):
     return getattr(output, "loss", output)
 
 
-class Captured(BaseException):
-    """Carries a joint graph out of the compiler; no Exception, for that would be wrapped."""
-
-
-def joint_graph(example, mode):
-    def partition(joint, inputs, *, num_fwd_outputs, **_):
-        raise Captured(joint)
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    from planner.capture.torch_internals import dynamo_settings
-
-    backend = aot_autograd(
-        fw_compiler=lambda graph, _: graph,
-        bw_compiler=lambda graph, _: graph,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
-    torch._dynamo.reset()
-    compiled = torch.compile(example.model, backend=backend, fullgraph=True, dynamic=False)
-    with mode, dynamo_settings(), pytest.raises(Captured) as caught:
-        compiled(*example.example_args, **example.example_kwargs)
-    return caught.value.args[0].graph
-
-
 def test_every_model_is_tested():
     assert set(SMALL) == set(zoo.names())
 
@@ -110,9 +86,8 @@ CAPTURED_ELSEWHERE = ("minigpt", "minimind-26m", "gpt2", "bert-large", "resnet50
 
 @pytest.mark.parametrize("name", tiered(zoo.names(), slow=[*LARGER, *CAPTURED_ELSEWHERE]))
 def test_model_is_one_graph_under_fake_tensors(name):
-    mode = FakeTensorMode()
-    example = build(name, fake_mode=mode)
-    graph = joint_graph(example, mode)
+    example = build(name, fake_mode=fake_mode())
+    graph = capture(example.model, Inputs.of(example.example_args, example.example_kwargs)).graph
     targets = {str(node.target) for node in graph.nodes}
     assert targets & {"aten.mm.default", "aten.addmm.default", "aten.convolution.default"}
     gradients = [node for node in graph.output_node().args[0] if node is not None]
@@ -123,10 +98,7 @@ def test_model_is_one_graph_under_fake_tensors(name):
     ("name", "ambient"),
     tiered(
         product(zoo.names(), (False, True)),
-        quick=[
-            *((name, False) for name in zoo.names()),
-            *((name, True) for name in ("minigpt", "gpt2", "resnet50")),
-        ],
+        quick=[*((name, False) for name in zoo.names()), *((name, True) for name in ("minigpt", "gpt2", "resnet50"))],
     ),
 )
 def test_full_size_costs_no_memory_and_leaves_no_trace(name, ambient):

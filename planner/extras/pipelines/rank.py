@@ -386,11 +386,6 @@ def _run_planned(stage: _Captured, plan: Plan) -> None:
     # The buffers that gradients arrive in are the rank's: to the module they are its own.
     resident = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind != RECEIVED}
     plan = replace(plan, static_bytes=resident)
-    options = replace(
-        stage.options,
-        is_stage=True,
-        budget=Budget(plan.budget_bytes),
-        reused_plan=plan,
-    )
+    options = replace(stage.options, is_stage=True, budget=Budget(plan.budget_bytes), reused_plan=plan)
     running = runtimes.get(options.runtime.name).start(stage.stage.submod, options, plan=plan, replan=False)
     install_planned_call(stage.stage.submod, running)

@@ -132,12 +132,7 @@ def resident(weights: Weights, split: Split, micro_batches: int) -> dict[str, in
         optimizer = weights.sharded[2]
     elif split.data > 1 and split.sharding == REPLICATED and split.engine == "torchtitan":
         communication = gradients
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "communication": communication,
-    }
+    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "communication": communication}
 
 
 def accumulates(split: Split, micro_batches: int) -> bool:
