@@ -1,9 +1,9 @@
-"""Runtime ``auto``: tries other runtimes in order, and keeps the reason of each refusal."""
+"""Runtime ``auto``: tries pairs of granularity and code generator in order, and keeps the reason of each refusal."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,24 +22,39 @@ from planner.runtimes import PlannedModel, Prepare
 from planner.runtimes._calls import RuntimeOfCalls, situation_of
 from planner.session.step import Options
 
+WHOLE, BLOCKS, PARTS, MODULES = "whole", "blocks", "parts", "modules"
+"""Granularities: the model as one graph, each repeated block, the largest modules that can be captured, or no graph."""
+EAGER, INDUCTOR = "eager kernels", "Inductor"
+"""Code generators: what makes code of a planned graph."""
+
+NAMES = {
+    (WHOLE, EAGER): "graph",
+    (WHOLE, INDUCTOR): "inductor",
+    (BLOCKS, EAGER): "regional",
+    (BLOCKS, INDUCTOR): "inductor_blocks",
+    (PARTS, EAGER): "parts",
+    (MODULES, EAGER): "modules",
+}
+"""The runtime of each granularity and code generator."""
+
 _RULE = "runtime"
 _ANY_SOLVER = "auto"
 _CHOOSES = {"parts": "inside of captured modules only", "modules": "among modules only"}
 
 
 def candidates(facts: ModelFacts) -> list[str]:
-    """Return the runtimes to try, in order: the whole model, the largest modules that can be captured, or no graph.
+    """Return the runtimes to try, in order.
 
     With several ranks there is one candidate: gradients must be sent during the backward, and all ranks must do the
     same, so a failure on one rank is an error. It is ``modules`` if ranks share layers (``parallelize_module``) or
     parts of a block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in
     torchtitan, and else ``regional``.
     """
-    if not (facts.has_several_ranks or facts.is_sharded):
-        return ["graph", "parts", "modules"]
-    if facts.shares_layers or facts.sharded_inside:
-        return ["modules"]
-    return ["inductor_blocks" if facts.compiled_parts else "regional"]
+    pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
+    if facts.has_several_ranks or facts.is_sharded:
+        shares = facts.shares_layers or facts.sharded_inside
+        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if facts.compiled_parts else EAGER)]
+    return [NAMES[pair] for pair in pairs]
 
 
 def choose(model: nn.Module) -> str:
@@ -122,7 +137,20 @@ def explained(plan: Plan, tried: Tried, options: Options) -> Plan:
         return _with(plan, [_cheaper_eager(plan, f"takes {format_seconds(first.step_seconds)}")])
     if first.does_not_fit:
         return _with(plan, [_cheaper_eager(plan, "does not fit")])
-    return _with(plan, [_said(first, options, plan.runtime)])
+    return _with(plan, [_said(first, options, plan.runtime), *_further(tried[1:])])
+
+
+def _further(tried: Sequence[Plan | Refusal]) -> Iterator[Finding]:
+    """Say why candidates after the first were refused."""
+    for one in tried:
+        if isinstance(one, Refusal):
+            yield Finding(
+                rule=_RULE,
+                severity=Severity.NOTE,
+                evidence=str(one.error),
+                cause=f"the runtime {one.runtime!r} was tried before, and refused",
+                fix="nothing",
+            )
 
 
 def _said(first: Refusal, options: Options, taken: str) -> Finding:
