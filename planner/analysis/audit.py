@@ -82,7 +82,7 @@ def _best(plan: Plan) -> dict[str, Any]:
 
 
 def read_current(current: str | Path | Plan) -> str | Plan:
-    """Return a set-up by its name, or the plan that a file holds; it is a UsageError if it is neither."""
+    """Return a set-up by its name, or the plan of a file; raise UsageError if it is neither."""
     if isinstance(current, Plan):
         return current
     if isinstance(current, str) and (current == _NONE or strategies.find(current) is not None):
@@ -134,7 +134,7 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
 
 
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search) -> Plan:
-    """Return the cheapest plan known within a budget, maybe the set-up: it may offload as that does."""
+    """Return the cheapest known plan within a budget, maybe the set-up itself; it may offload as much."""
     fits = setup.peak_bytes <= budget_bytes
     offload = Offload(False)
     if setup.host_bytes:

@@ -53,6 +53,6 @@ def chunked_graph(runtime: str, *, several_devices: bool) -> str:
 
 
 def check_can_run(plan: Plan) -> None:
-    """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
+    """Refuse to run a plan that its runtime cannot carry out."""
     if plan.offloading is not None and plan.runtime != "graph":
         raise RuntimeUnsupportedError(f"the plan offloads, and {_DOES_NOT_OFFLOAD.format(plan.runtime)}")

@@ -47,7 +47,7 @@ class Costed:
         return found
 
     def bytes_at_peak_by_operator(self) -> Counter[str]:
-        """Return what the operators of each name have made that is there at the peak without recompute."""
+        """Return the bytes live at the peak without recompute, by the operators that made them."""
         at = self.problem().baseline.peak_position
         found: Counter[str] = Counter()
         for made in alive_at(self.graph, self.costs, Schedule.keep_all(self.graph), at):
@@ -63,7 +63,7 @@ def eager_step(eager: Study | CaptureError | None) -> EagerStep | None:
 
 
 def findings(single: Costed, planned: Costed, eager: Study | CaptureError | None) -> Iterator[Finding]:
-    """Say where a captured step is slower or larger than eager's, or that eager's is not known.
+    """Report where a captured step is slower or larger than eager's, or that eager's is unknown.
 
     Times are those of ``single`` operations. Memory is that of the step as it is ``planned``, which may have joined
     operations that write over an input.

@@ -20,7 +20,7 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedValue:
-    """A value, and why the plan does with it what it does."""
+    """A value, what the plan does with it, and why."""
 
     value: ValueRow
     block: str
@@ -33,7 +33,7 @@ class ExplainedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a plan does with the values of a module, ``""`` for the whole model, in the order of their making."""
+    """A plan's decisions on the values of a module (``""``: the whole model), in the order of computation."""
 
     plan: Plan
     table: ValueTable
@@ -42,17 +42,17 @@ class Explanation:
 
     @property
     def kept_bytes(self) -> int:
-        """What is held into the backward."""
+        """Bytes saved for the backward."""
         return sum(v.value.size_bytes for v in self.values if v.value.kept)
 
     @property
     def freed_bytes(self) -> int:
-        """What the backward waits for and the plan does not hold on the device: it is made again."""
+        """Bytes that the backward needs and the plan recomputes."""
         return sum(v.value.size_bytes for v in self.values if v.value.dropped)
 
     @property
     def offloaded_bytes(self) -> int:
-        """What waits in the host's memory."""
+        """Bytes offloaded to the host."""
         return sum(v.value.size_bytes for v in self.values if v.value.offloaded)
 
     @property
@@ -161,7 +161,7 @@ def table_of(plan: Plan) -> ValueTable:
 
 
 class _Reasons:
-    """Puts in words why a plan does with a value what it does."""
+    """Writes the reason for a plan's decision on a value."""
 
     def __init__(self, plan: Plan, table: ValueTable) -> None:
         self.plan, self.rows = plan, table.rows

@@ -23,7 +23,7 @@ NEAR = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Established:
-    """What established systems do with a step, from the smallest peak to the largest, and why others do not apply."""
+    """Strategies of established systems for a step, by rising peak, and why others do not apply."""
 
     model: str
     device: str
@@ -50,7 +50,7 @@ class _Best(NamedTuple):
 
 
 def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Established:
-    """Set strategies, by default all, beside the best plans at their own peaks.
+    """Compare strategies, by default all, with the best plans at their own peaks.
 
     The limit is for the plans at all peaks together. Those without offload are each solved from what is known at the
     others; for each strategy that offloads, a plan is looked for that may use as much of the host's memory. Raises
@@ -93,7 +93,7 @@ def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Establis
 
 
 def _row(found: Evaluated, best: _Best, seconds: float) -> ComparisonRow:
-    """Set a strategy beside the best plan that is known, which may be itself."""
+    """Compare a strategy with the best known plan, which may be itself."""
     best_seconds = min(best.added_seconds, found.added_seconds)
     return ComparisonRow(
         name=found.name,
@@ -120,7 +120,7 @@ def _best_beside(study: Study, found: list[Evaluated], each: Search) -> Iterator
 
 
 def _best_offloading_beside(study: Study, one: Evaluated, others: list[Evaluated], search: Search) -> _Best:
-    """Look for a plan that may offload as much as a strategy does."""
+    """Search for a plan that may offload as much as a strategy does."""
     host = study.host(one.host_bytes, at_least=1)
     problem = replace(study.problem(one.peak_bytes), host=host)
     incumbent = Incumbent(problem)

@@ -66,13 +66,13 @@ class Study:
 
     @property
     def whole_bytes(self) -> int:
-        """What percentages are of: the peak of the model's own step, or where that is not known of this one."""
+        """The peak that percentages refer to: that of the eager step, or of this one if eager's is unknown."""
         eager = self.origin.eager
         return eager.peak_bytes if eager is not None else self._unplanned_bytes
 
     @property
     def _unplanned_bytes(self) -> int:
-        """What the whole device holds at most without recompute, as its allocator counts it."""
+        """Peak bytes of the whole device without recompute, as its allocator counts them."""
         problem = Problem(graph=self.graph, costs=self.costs, budget_bytes=0)
         return whole_peak_bytes(problem, Schedule.keep_all(self.graph), self.static_memory)
 
@@ -102,7 +102,7 @@ class Study:
         return self.host(asked.host_budget, asked.at_least)
 
     def unlimited_host(self) -> Host | None:
-        """Return the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
+        """Return the host memory without a limit; None if the link to it is unknown."""
         try:
             return self.host(2**62, at_least=1)
         except UsageError:
@@ -164,7 +164,7 @@ class Study:
         compare: bool = False,
         progress: Progress | None = None,
     ) -> Plan:
-        """Write out a schedule of this step, wherever it comes from, as a plan for a budget, or for its own peak.
+        """Convert any schedule of this step to a plan for a budget, by default its own peak.
 
         The name stands for the solver's. A bound that is proven for the budget may be given, and how hard to look for a
         better one. An InfeasibleBudgetError says that the schedule does not keep the budget.
@@ -214,7 +214,7 @@ class Study:
     def improve(
         self, incumbent: Incumbent, *, solver: str, effort: SolveLimits, progress: Progress | None = None
     ) -> None:
-        """Better an incumbent of this step; an InfeasibleBudgetError says that there is no plan, or none was found."""
+        """Improve an incumbent of this step; raise InfeasibleBudgetError if there is no plan, or none was found."""
         if self.regions is None:
             if solver == AutoSolver.name:
                 AutoSolver().improve(incumbent, effort=effort, progress=progress)
@@ -237,7 +237,7 @@ class Study:
         return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
 
     def strategy(self, name: str) -> Schedule:
-        """Return what an established system does with the step; a UsageError says that it lacks what that needs."""
+        """Return the schedule of an established strategy; raise UsageError if it does not apply to the step."""
         if self.regions is None:
             return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())
         chosen = strategies.get(name)

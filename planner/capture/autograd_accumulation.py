@@ -55,7 +55,7 @@ class GradientCopies:
 def gradient_copies(
     given: Sequence[tuple[torch.Tensor, torch.Tensor] | None], taken: Collection[int]
 ) -> GradientCopies:
-    """Say which gradients are copied: their storage is ``taken``, or an earlier one's, or they are otherwise laid out.
+    """Find the gradients that are copied: their storage is ``taken`` or shared, or their layout differs.
 
     ``given`` are what gradients are of, and the gradients, or None. The engine copies one after the other, so of what
     copies take the place of only one is there beside its copy.
@@ -87,10 +87,10 @@ def _block_bytes(of: torch.Tensor, gradient: torch.Tensor) -> int:
 
 
 class EngineSums:
-    """Follows a backward, and knows the engine's sums from those within a derivative."""
+    """Tells, during a backward, the engine's gradient sums from sums within a derivative."""
 
     def __init__(self, device: torch.device) -> None:
-        """Get ready; to be called in the mode in which the step will run, and before it is watched."""
+        """Probe how often summands are referenced; call it in the mode of the step, before recording."""
         self._is_between = False
         self._alone = _references_alone(device)
         """How often a tensor and its storage are referred to that the engine alone holds."""
@@ -113,7 +113,7 @@ class EngineSums:
             pending += [following for following, _ in node.next_functions]
 
     def is_in_place(self, function: Any, args: Sequence[Any]) -> bool:
-        """Whether a call that is being dispatched is a sum that the engine would make in place, were it not watched.
+        """Whether a dispatched call is a sum that the engine would make in place if it were not recorded.
 
         To be asked by ``__torch_dispatch__`` itself: who called that says whether it was the engine.
         """
@@ -124,7 +124,7 @@ class EngineSums:
         return is_alike and is_dense(held) and references(held) == self._alone
 
     def is_taken_over(self, function: Any, args: Sequence[Any]) -> bool:
-        """Whether a call that is being dispatched copies a sparse gradient that its parameter would take unwatched."""
+        """Whether a dispatched call copies a sparse gradient that its parameter would steal if it were not recorded."""
         if function is not aten.clone.default or args[0].layout is not torch.sparse_coo or not accumulates_gradient():
             return False
         # Beside the engine our hook on the node holds it; in Python the arguments, the tensor itself, and the question.
@@ -163,7 +163,7 @@ def _references_alone(device: torch.device) -> tuple[int, int] | None:
 
 
 def sum_in_place(joint: JointGraph) -> None:
-    """Let each sum that ends in a parameter's gradient write into its first summand, where nobody else reads that.
+    """Make sums of a parameter's gradients in place where nothing else reads the first summand.
 
     Autograd adds gradients of one tensor in place; tracing makes a new tensor of every sum. Written are only gradients
     that the step gives back, which no plan drops, so nothing is recomputed that was written to. The numbers are those
@@ -193,7 +193,7 @@ def _is_free(summand: fx.Node, total: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Return what made the memory that a node looks at."""
+    """Return the node that allocates the memory of a node's output."""
     while node.op == "call_function" and (source := _viewed(node)) is not None:
         node = source
     return node
@@ -206,7 +206,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _has_one_reader(node: fx.Node) -> bool:
-    """Whether what a node gives is read once, and so is whatever it is a view of, back to what made it."""
+    """Whether a node's output has one reader, and so has every tensor that it is a view of."""
     while node.op == "call_function" and len(node.users) == 1 and is_backward(node):
         if (source := _viewed(node)) is None:
             return True
@@ -215,7 +215,7 @@ def _has_one_reader(node: fx.Node) -> bool:
 
 
 def _look_at(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Record that a node, and every view of what it gave, now looks at other memory."""
+    """Record that a node's output, and every view of it, now share other memory."""
     storage = storage_id(before)
     node.meta["val"] = after
     pending = list(node.users)

@@ -29,18 +29,18 @@ from planner.errors import PlannerError
 
 
 class OtherBranchError(PlannerError):
-    """A call takes a branch that the captured program does not: never seen outside the runtime."""
+    """A call takes another branch than the captured program; internal to the runtime."""
 
 
 @kept_by_tracing
 def branches(condition: Any, held: bool) -> None:
-    """Stand in a captured program for a branch; raise an OtherBranchError where its condition is not as it was."""
+    """Check a branch in a captured program; raise OtherBranchError if its condition has changed."""
     if bool(condition) is not held:
         raise OtherBranchError("another branch is taken than in the captured step")
 
 
 def branches_decided() -> AbstractContextManager[None]:
-    """While a program is traced, take the branches that its inputs ask for."""
+    """Take the branches that the inputs decide while a program is traced."""
     return deciding(_Conditions().held, branches)
 
 
@@ -62,7 +62,7 @@ class Branches:
 
 
 def take_out(graph_module: fx.GraphModule) -> Branches | None:
-    """Take the branches out of a captured program, and what only they need; None if there are none."""
+    """Remove the branch checks from a captured program, with what only they need; None if there are none."""
     graph = graph_module.graph
     calls = graph.find_nodes(op="call_function", target=branches)
     if not calls:
@@ -100,7 +100,7 @@ class _Conditions:
         self._values: dict[fx.Node, Any] = {}
 
     def held(self, condition: fx.Node) -> bool | None:
-        """Say whether a condition holds for the inputs at hand; None if that is known only when the program runs."""
+        """Evaluate a condition for these inputs; None if only running the program can tell."""
         origin = _Origin(condition)
         if not origin.is_known() or any(map(_switches_types, condition.graph.nodes)):
             return None
@@ -146,7 +146,7 @@ class _Origin:
         return all(map(_is_as_made, self.nodes))
 
     def is_constant(self) -> bool:
-        """Whether whole numbers decide, which the program makes itself and keeps where it makes them."""
+        """Whether the condition depends only on integers that the program itself creates."""
         values = (value for node in self.nodes if (value := _tensor(node)) is not None)
         named = (node for node in self.nodes if any(isinstance(x, torch.device) for x in node.args))
         return not self.given and not any(named) and not any(v.is_floating_point() or v.is_complex() for v in values)
@@ -182,7 +182,7 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _names(origin: _Origin) -> str:
-    """Return what people call the inputs that a condition is computed from."""
+    """Return the user's names of the inputs that a condition depends on."""
     names = (str(given.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for given in origin.given)
     return "+".join(sorted(names))
 
@@ -193,5 +193,5 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def _switches_types(node: fx.Node) -> bool:
-    """Whether autocast begins or ends: a condition would be computed in other types than in eager."""
+    """Whether a node enters or leaves autocast, under which a condition would get other types."""
     return getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")

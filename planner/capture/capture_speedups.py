@@ -31,7 +31,7 @@ _REPLACEMENTS = "_replacements_version_counter"
 
 @contextmanager
 def nothing_beside() -> Iterator[None]:
-    """Capture without what takes time and changes nothing.
+    """Disable what slows a capture and does not change its result.
 
     That is to collect garbage, though nearly all that a capture makes lives until it ends, when Dynamo asks for a
     collection; to write graphs for logs without a reader; and to compute with the same symbolic sizes again.
@@ -42,7 +42,7 @@ def nothing_beside() -> Iterator[None]:
 
 @contextmanager
 def _without_unread_logs() -> Iterator[None]:
-    """Let AOTAutograd write no graphs out where no log has a reader: it writes them before it asks."""
+    """Skip AOTAutograd's graph dumps if no log wants them: it formats them before it checks."""
     with ExitStack() as stack:
         for name, nothing in _WRITE_GRAPHS.items():
             if (write := getattr(graph_compile, name, None)) is not None:
@@ -55,7 +55,7 @@ def _if_read(write: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
 
 
 def _are_read() -> bool:
-    """Whether somebody reads the graphs that torch logs: in a trace for ``tlparse``, or by ``TORCH_LOGS``.
+    """Whether graph logs are on, for ``tlparse`` or by ``TORCH_LOGS``.
 
     Torch finds out with the first line of a trace, which Dynamo writes, whether there is a file for it.
     """
@@ -65,7 +65,7 @@ def _are_read() -> bool:
 
 @contextmanager
 def _sizes_computed_once() -> Iterator[None]:
-    """Let what two symbolic sizes make be remembered: layouts of tensors ask for the same products many times over.
+    """Memoize arithmetic of symbolic sizes: layouts ask for the same products many times.
 
     What is remembered is an expression, for as long as no symbol is replaced; each result is an object of its own.
     """

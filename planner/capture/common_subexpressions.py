@@ -52,7 +52,7 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
 
 
 def _saved(graph: fx.Graph) -> set[int]:
-    """Return the storages of the forward that the backward reads, as it was traced: eager's step saves those."""
+    """Return the storages that the traced backward reads from the forward, which eager saves."""
     read = (source for node in graph.nodes if not _is_forward(node) for source in node.all_input_nodes)
     return {storage_id(tensor) for source in read if _is_forward(source) for tensor in _strided_of(source)}
 
@@ -63,7 +63,7 @@ def _is_forward(node: fx.Node) -> bool:
 
 
 def _is_there(left: fx.Node, saved: set[int]) -> bool:
-    """Whether what is left for a node of the backward is there anyhow: made in it, saved, or a view."""
+    """Whether a node that replaces one of the backward is available there: computed in it, saved, or a view."""
     own = {storage_id(tensor) for tensor in _strided_of(left)}
     read = {storage_id(tensor) for source in left.all_input_nodes for tensor in _strided_of(source)}
     return not _is_forward(left) or own <= saved | read
@@ -90,7 +90,7 @@ def _is_mergeable(node: fx.Node, of_outputs: set[int]) -> bool:
 
 
 def _key(node: fx.Node, copied: dict[fx.Node, fx.Node]) -> Any:
-    """Return what is equal for equal calls alone; None if that cannot be said."""
+    """Return a key that only equal calls share; None if there is none."""
     key = node.target, _frozen(node.args, copied), _frozen(node.kwargs, copied)
     try:
         hash(key)
@@ -100,7 +100,7 @@ def _key(node: fx.Node, copied: dict[fx.Node, fx.Node]) -> Any:
 
 
 def _frozen(argument: Any, copied: dict[fx.Node, fx.Node]) -> Any:
-    """Return an argument such that 1, 1.0 and True differ, and 0.0 and -0.0 too."""
+    """Return a hashable argument that tells 1, 1.0 and True apart, and 0.0 and -0.0."""
     if isinstance(argument, fx.Node):
         return copied[argument]
     if isinstance(argument, (list, tuple)):

@@ -42,7 +42,7 @@ _SWITCH = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What differs between versions of torch."""
+    """Rules for choosing attention kernels that differ between versions of torch."""
 
     grouped_efficient: bool = True
     """Whether the efficient kernel takes fewer heads of keys and values than of queries."""
@@ -165,7 +165,7 @@ _FUSED = {
 
 
 def attention_on(spec: DeviceSpec) -> Attention:
-    """Return what stands in for ``scaled_dot_product_attention`` while a step for a CUDA device is traced."""
+    """Return the replacement of ``scaled_dot_product_attention`` for tracing a step for a CUDA device."""
 
     def attention(
         query: Tensor,

@@ -40,7 +40,7 @@ def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -
 
 @contextmanager
 def fake_calls_by(run: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Let every call on fake tensors be run by ``run``: it gets operator, arguments, keywords, and the way on."""
+    """Run every call on fake tensors by ``run(operator, args, kwargs, original)``."""
     dispatch = FakeTensorMode.dispatch
 
     def by_run(mode: FakeTensorMode, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +59,7 @@ _SAID_TWICE = {
 
 @contextmanager
 def without_logs_of_errors() -> Iterator[None]:
-    """Leave out of the log what tracing raises: whoever asked for it gets it raised."""
+    """Silence logs of errors while tracing, since they are raised anyway."""
     filters = {logging.getLogger(name): partial(_is_other, begins) for name, begins in _SAID_TWICE.items()}
     for logger, is_other in filters.items():
         logger.addFilter(is_other)
@@ -75,7 +75,7 @@ def _is_other(begins: str, record: logging.LogRecord) -> bool:
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which models and inputs are built without memory."""
+    """Return a fake tensor mode, in which models and inputs are built without memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -49,7 +49,7 @@ _OF_ONE_TYPE = {
 
 @contextmanager
 def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
-    """Trace operators as eager's kernels, with their types and strides, or as those of a device that is not here.
+    """Trace operators with the types and strides of eager's kernels, or of those of an absent device.
 
     Derivatives copy a gradient where its layout is not that of what they saved. Whether it is, is settled in tracing;
     on layouts that the step does not have, kernels that cannot tell (GroupNorm's backward on a CPU, up to torch 2.13)
@@ -108,7 +108,7 @@ _IN_16_BITS = 2
 
 
 def _dropout(x: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
-    """Drop as a step is to be traced; where nothing is dropped give what came, as eager does, and not a copy of it."""
+    """Trace dropout; with a probability of zero return the input itself, as eager does."""
     if not train or not p:
         return x
     if x.device.type == "cpu" and not is_for_target_device() and isinstance(p, float) and p < 1:
@@ -144,7 +144,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _norm(function: Any, args: Any, kwargs: Any, made: Any) -> Any:
-    """Give what a norm gives on a device that is not here: of which device is a matter of its fake kernel."""
+    """Trace a norm with the results of an absent device's kernel."""
     if not is_for_target_device() or made[0].device.type != "cpu":
         return _norm_on_a_cpu(function, args, kwargs, made)
     with made[0].fake_mode:
@@ -194,7 +194,7 @@ _TYPES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
 
 
 def _of_type(dtype: torch.dtype, traced: Any) -> Any:
-    """Return what was traced with another type, if it is a fake tensor."""
+    """Return a traced fake tensor with another type."""
     if not isinstance(traced, FakeTensor) or traced.dtype == dtype:
         return traced
     with traced.fake_mode, torch.no_grad():
@@ -216,7 +216,7 @@ _NORMS = {
 
 
 def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
-    """Return a fake view the strides that the kernel gives it.
+    """Return a fake view with the strides of the kernel's view.
 
     Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
     whether channels come last, and lay out their own results after that.
@@ -232,7 +232,7 @@ def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-    """Return the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
+    """Return the results of a call with the strides of its kernel, as far as these are known."""
     read, outputs = tensors_in((arguments, keywords)), tensors_in(result)
     if not outputs or not all(isinstance(output, FakeTensor) for output in outputs):
         return result
@@ -289,7 +289,7 @@ _TOLD: dict[Any, Callable[..., tuple[Any, ...]]] = {
 
 
 def _like(traced: Any, found: Any) -> Any:
-    """Return what was traced with the strides of what the kernel gave."""
+    """Return a traced result with the strides of the kernel's result."""
     if not isinstance(traced, FakeTensor) or not isinstance(found, torch.Tensor):
         return traced
     if found.dim() != traced.dim() or found.stride() == _small(traced).stride():

@@ -22,7 +22,7 @@ from planner.capture.torch_internals import other_state
 
 
 def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
-    """Say how a model is sharded, if that is otherwise than its plan counts on; ``blocks`` are to be units."""
+    """Describe how a model is sharded if its plan does not count on that; ``blocks`` should be units."""
     for path in blocks:
         if not isinstance(model.get_submodule(path), FSDPModule):
             return f"block {path} is not sharded by itself"
@@ -40,7 +40,7 @@ def shards_of(model: nn.Module) -> int:
 
 
 def sharded_units(model: nn.Module) -> list[Unit]:
-    """Return what a sharded model gathers together; none of a model that is not sharded."""
+    """Return the units of a sharded model; none of a model that is not sharded."""
     paths = {module: path for path, module in model.named_modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
@@ -67,7 +67,7 @@ def gradient_state(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _found(group: Any) -> Found:
-    """Return what earlier steps have left of a unit."""
+    """Return the gradients of a unit that earlier steps have left."""
     found = set()
     if group.is_unsharded:
         found.add(GATHERED)
@@ -108,7 +108,7 @@ def shares_layers(model: nn.Module) -> bool:
 
 
 def settings_of(model: nn.Module, blocks: Collection[str]) -> str:
-    """Say which units of a sharded model are gathered otherwise than by default; ``""`` if none is."""
+    """Describe units of a sharded model with settings that differ from the defaults; ``""`` if there are none."""
     said = []
     for unit in sharded_units(model):
         name = f"block {unit.path}" if unit.path in blocks else unit.path or "the model"
@@ -138,7 +138,7 @@ def _registered(one: Any) -> nn.Parameter:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Let a sharded model be as its own code sees it: whole parameters, without data, and nothing is communicated.
+    """Show a sharded model with whole parameters, without data and without communication.
 
     Parameters, inputs and outputs have the types that the policy of their unit says.
     """
@@ -175,7 +175,7 @@ def _shared_by_layers(one: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def _owner(hook: Any) -> FSDPState | None:
-    """Return whose hook it is; a group of modules shares one that wraps its own."""
+    """Return the owner of a hook; a group of modules shares one wrapper."""
     while hook is not None:
         if isinstance(owner := getattr(hook, "__self__", None), FSDPState):
             return owner

@@ -33,14 +33,14 @@ _LOOKS_FOR_PADDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sd
 
 @dataclass(frozen=True)
 class Masking:
-    """What attention masks of a batch are needed for."""
+    """Which attention masks a batch needs."""
 
     padded: bool
     packed: bool
 
 
 def masking_of(model: nn.Module, inputs: Inputs) -> Masking:
-    """Look at a batch as Hugging Face's models do; what holds no data is taken to need its mask."""
+    """Inspect a batch as Hugging Face's models do; a batch without data counts as needing its mask."""
     library = sys.modules.get(_LIBRARY)
     if library is None:
         return Masking(padded=False, packed=False)
@@ -58,7 +58,7 @@ def masking_of(model: nn.Module, inputs: Inputs) -> Masking:
 
 @contextmanager
 def as_with_data(masking: Masking) -> Iterator[None]:
-    """Let masks be skipped on fake tensors where a batch does not need them."""
+    """Skip masks on fake tensors if the batch does not need them."""
     library = sys.modules.get(_LIBRARY)
     with ExitStack() as stack:
         if not masking.packed and hasattr(library, _FINDS_PACKED):
@@ -70,7 +70,7 @@ def as_with_data(masking: Masking) -> Iterator[None]:
 
 
 def install_output_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Let modules that are asked for hidden states, router logits or the like have the hooks that collect them.
+    """Install the hooks that collect hidden states, router logits and the like.
 
     A model puts them in by itself in its first such call, once for all, under a lock that cannot be traced: whether it
     is captured would depend on what ran before.

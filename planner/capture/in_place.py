@@ -42,7 +42,7 @@ _INTO_A_COPY = {
 
 
 def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int, ...]]:
-    """Return, for operations by index, the values whose memory their one result can take; O(nodes)."""
+    """Return, by operation, the values whose memory its single result can reuse; O(nodes)."""
     operations = lowered.graph.operations
     written = _written(lowered.joint)
     found: dict[int, tuple[int, ...]] = {}
@@ -59,7 +59,7 @@ def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int
 
 
 def overwritten_argument(lowered: LoweredGraph, node: fx.Node, value: int) -> fx.Node | None:
-    """Return the argument that shows all of a value as the node's result is laid out; None if there is none."""
+    """Return the argument with all of a value in the layout of the node's result; None if there is none."""
     shown = [argument for argument in node.all_input_nodes if value in lowered.storage_of.get(argument, ())]
     if len(shown) != 1 or form_in_place(node.target, node.args[:1] == (shown[0],)) is None or shown[0] not in node.args:
         return None
@@ -86,7 +86,7 @@ def _goes_by_place(node: fx.Node, *, on_cpu: bool) -> bool:
 
 
 def _is_ours(maker: fx.Node | None) -> bool:
-    """Whether what an operation makes is nobody else's: an operator that is not torch's may keep it."""
+    """Whether an operation's output is unshared: a custom operator may keep it."""
     target = maker.target if maker is not None else None
     return isinstance(target, OpOverload) and target.namespace == "aten" and not is_opaque(target)
 
@@ -96,6 +96,6 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _written(joint: JointGraph) -> set[int]:
-    """Return the storages that operations of the step write into: who reads one must stay where it is."""
+    """Return the storages that the step writes into, whose readers must not be moved."""
     writers = (node for node in joint.graph.nodes if node.op == "call_function" and mutates(node))
     return {storage_id(t) for node in writers for argument in node.all_input_nodes for t in tensors_of(argument)}

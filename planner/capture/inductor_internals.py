@@ -26,7 +26,7 @@ from planner.errors import PlannerError, UsageError
 
 @dataclass(frozen=True)
 class Draft:
-    """One graph as Inductor writes it, with kernels that do nothing, and the fake tensors that it was written for."""
+    """A graph's code from Inductor with empty kernels, and the fake tensors that it was generated for."""
 
     source: str
     """The code that allocates, frees and calls the kernels, comments left out."""
@@ -89,7 +89,7 @@ def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[st
 
 
 class _Drafted(BaseException):
-    """Both halves are written; nothing is to be made of them."""
+    """Stops a compilation once the code of forward and backward is generated."""
 
 
 def draft_with_inductor(
@@ -98,7 +98,7 @@ def draft_with_inductor(
     inputs: Any,
     is_enough: Callable[[list[Draft]], bool] = lambda drafts: True,
 ) -> list[Draft]:
-    """Let Inductor write forward and backward, and load them without kernels, so that no compiler is called.
+    """Generate the code of forward and backward by Inductor, without compiling kernels.
 
     Until the drafts are enough, the same joint graph is partitioned and written again: it is captured once.
     """
@@ -148,7 +148,7 @@ def draft_with_inductor(
 def compile_with_inductor(
     partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any, drafts: Sequence[Draft]
 ) -> Callable[..., Any]:
-    """Let Inductor compile forward and backward, and hold what it writes against its drafts."""
+    """Compile forward and backward by Inductor, and compare the code with its drafts."""
     from torch._inductor.graph import GraphLowering
 
     known = {draft.source for draft in drafts}
@@ -255,7 +255,7 @@ _SMALL = 8
 
 
 def _keeps_the_order(scheduler: Any, first: Any, second: Any) -> bool:
-    """Whether two kernels may become one without moving what the plan has in between.
+    """Whether two kernels may be fused without moving operations that the plan has in between.
 
     One kernel takes the place of the earlier, and all that it needs goes before it. Where library kernels lie between
     the two, that would pull a part of the step forward, and leave behind what that part would have freed. Only a kernel
@@ -308,7 +308,7 @@ def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:
         return None
 
     class NoKernels:
-        """In place of what compiles kernels: it gives functions for C++ and objects with ``run`` for Triton."""
+        """Replaces the compilers of kernels by functions (C++) and objects with ``run`` (Triton) that do nothing."""
 
         def __getattr__(self, name: str) -> Any:
             nothing.run = nothing  # type: ignore[attr-defined]
@@ -340,13 +340,13 @@ def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:
 
 
 def _calling(source: str) -> str:
-    """Return what Inductor writes below its kernels, without comments."""
+    """Return the calling code that Inductor generates, without comments."""
     _kernels, _, calls = source.rpartition("\ndel async_compile\n")
     return "\n".join(line for line in calls.splitlines() if not line.lstrip().startswith("#"))
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Name what Inductor needs to make code for a device and does not find, or None."""
+    """Name the compiler that Inductor needs for a device and does not find; None if it finds one."""
     if device.type != "cpu":
         from torch.utils._triton import has_triton
 

@@ -57,7 +57,7 @@ def must_stay_apart(product: fx.Node, total: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Return what reads a node's memory, also through views."""
+    """Return the readers of a node's memory, also through views."""
     for user in node.users:
         if _is_view(user):
             yield from _readers(user)
@@ -90,7 +90,7 @@ class Placement:
                 self._place(node)
 
     def _waiting_bytes(self, sources: Collection[fx.Node], last: fx.Node) -> int:
-        """Count what would wait in memory for a reader, and for nobody later."""
+        """Return the bytes that would be held for this reader alone."""
         waiting = (s for s in sources if all(self._at[reader] < self._at[last] for reader in self._readers[s]))
         return sum(_size_bytes(source) for source in waiting if not _is_resident(source))
 
@@ -144,6 +144,6 @@ def _calls_a_library(node: fx.Node) -> bool:
 
 
 def _size_bytes(node: fx.Node) -> int:
-    """Count what a node makes; what has no fixed size, such as a random state, is small."""
+    """Return the bytes of a node's output; outputs without a fixed size, such as random states, count as none."""
     sizes = (tensor.nbytes for tensor in tensors_in(node.meta.get("val")))
     return sum(size for size in sizes if isinstance(size, int))

@@ -30,7 +30,7 @@ Varying = tuple[torch.Tensor, set[int]]
 
 
 def _is_object(leaf: Any) -> bool:
-    """Whether something may hold tensors that nobody sees from outside: a batch of graphs, say."""
+    """Whether a leaf is an object that may hold tensors, such as a batch of graphs."""
     plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
     return not isinstance(leaf, (*plain, Mapping, tuple, list, type)) and not callable(leaf)
 
@@ -132,7 +132,7 @@ def varying_dimensions(inputs: Inputs, seen: Iterable[Sequence[Sequence[int]]]) 
 
 
 def check_model(model: Any, *, may_be_sharded: bool = False) -> None:
-    """Raise a UsageError for what cannot be planned whatever it is called with: see also :func:`check_module`."""
+    """Raise UsageError for a model that no inputs make plannable; see also :func:`check_module`."""
     check_module(model)
     check_not_distributed(model, may_be_sharded=may_be_sharded)
     check_one_device(model)
@@ -180,7 +180,7 @@ def check_is_called(model: nn.Module) -> None:
 
 
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse at once what would fail deep inside torch's compiler: inputs on another device, full backward hooks."""
+    """Refuse inputs on another device and full backward hooks, which would fail deep inside torch's compiler."""
     check_device(model, inputs)
     if has_distributed_tensors(model):
         raise RuntimeUnsupportedError(
@@ -280,11 +280,11 @@ def run_backward(outputs: Any, loss_fn: LossFunction | None) -> None:
 
 
 class OutsideLoss(torch.autograd.Function):
-    """Stands for a loss that is not seen: ``tangents`` gives each output a gradient, which nobody else holds."""
+    """Stands for a loss outside the model: ``tangents`` allocates a gradient for each output."""
 
     @staticmethod
     def forward(ctx: Any, tangents: Callable[[], list[torch.Tensor]], *outputs: torch.Tensor) -> torch.Tensor:
-        """Return a number that the outputs lead to."""
+        """Return a scalar that depends on the outputs."""
         ctx.tangents = tangents
         return outputs[0].new_zeros(())
 
@@ -313,7 +313,7 @@ def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: 
 
 @contextmanager
 def placed(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """Let a model on the meta device be where its other inputs are, else on an accelerator, else on the CPU.
+    """Place a model on the meta device where its other inputs are, else on an accelerator, else on the CPU.
 
     Gives the inputs, those on the meta device placed too. The model has its own tensors back when the context ends.
     Inputs on the meta device for a model that is not there are left alone: they are a mistake, and checked elsewhere.

@@ -62,23 +62,23 @@ class JointGraph:
 
     @classmethod
     def without_graph(cls, inputs: list[torch.Tensor]) -> JointGraph:
-        """Return what stands for a step that is not one graph: its inputs."""
+        """Return a joint graph without nodes, for a step that is not one graph."""
         graph = fx.Graph()
         return cls(fx.GraphModule({}, graph), graph, 0, inputs)
 
     @property
     def arguments(self) -> list[fx.Node]:
-        """All that the forward is given, in order: tokens before the rest, where operators have effects."""
+        """All inputs of the forward in order, effect tokens first."""
         return [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """What the forward is given but for tokens, in the order of ``inputs`` and of the backward's outputs."""
+        """The forward's inputs without tokens, in the order of ``inputs`` and of the backward's outputs."""
         return [node for node in self.arguments if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput)]
 
     @property
     def tangents(self) -> list[fx.Node]:
-        """What the backward is given: gradients of outputs."""
+        """The backward's inputs: gradients of outputs."""
         return [node for node in self.graph.find_nodes(op="placeholder") if is_tangent(node)]
 
     @property
@@ -123,12 +123,12 @@ def fake_mode_of(graph: fx.Graph) -> Any:
 
 
 def values_of(arguments: Any) -> Any:
-    """Return arguments with what was recorded of nodes in place of these."""
+    """Return arguments with nodes replaced by their recorded values."""
     return fx.map_arg(arguments, lambda node: node.meta.get("val"))
 
 
 def run_on_recorded(node: fx.Node) -> Any:
-    """Run a call once more on what was recorded of its arguments."""
+    """Run a call on the recorded values of its arguments."""
     args, kwargs = values_of((node.args, node.kwargs))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -201,12 +201,12 @@ def is_batch_norm(node: fx.Node) -> bool:
 
 
 def writes_statistics(node: fx.Node) -> bool:
-    """Whether a node writes over running statistics without a word of that in its schema, as cuDNN's BatchNorm does."""
+    """Whether a node updates running statistics that its schema does not declare, as cuDNN's BatchNorm does."""
     return is_batch_norm(node) and node.target is aten.cudnn_batch_norm.default
 
 
 def drop_unused_statistics(graph: fx.Graph) -> None:
-    """Take running statistics, which the forward overwrites, out of BatchNorm's backward, which does not read them."""
+    """Remove the running statistics, which the forward overwrites, from BatchNorm's backward, which ignores them."""
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
@@ -215,7 +215,7 @@ def drop_unused_statistics(graph: fx.Graph) -> None:
 
 
 def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
-    """Return the nodes that the forward runs: what its outputs need, writes, draws, and all their elements.
+    """Return the nodes of the forward: ancestors of its outputs, writes and draws, with all their elements.
 
     An element that only the backward reads (a dropout mask, a saved mean) is there once its operation has
     run; to leave it to the backward would run that operation again.
@@ -233,7 +233,7 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
 
 
 def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the roots, all that they need and all elements of that, in the order of ``nodes``."""
+    """Return the roots with their ancestors and all elements of these, in the order of ``nodes``."""
     needed, found = sources(roots), []
     for node in nodes:
         if node in needed or (node.target is operator.getitem and node.args[0] in needed):
@@ -245,7 +245,7 @@ def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Nod
 def sources(
     roots: Iterable[fx.Node], inputs_of: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[fx.Node]:
-    """Return the roots and all that they are computed from."""
+    """Return the roots and their ancestors."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -257,7 +257,7 @@ def sources(
 
 
 def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
-    """Return the inputs that the forward overwrites: what they held is gone when the backward runs."""
+    """Return the inputs that the forward overwrites, which the backward cannot read."""
     overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
     overwritten |= {given for n in joint.graph.nodes if writes_statistics(n) for given in n.args[3:5]}
     names = {d.mutated_input for d in joint.output_descriptors[0] if isinstance(d, InputMutationAOTOutput)}
@@ -282,10 +282,10 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node talks to other processes."""
+    """Whether a node is a collective."""
     return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
 def on_cpu(node: fx.Node) -> bool:
-    """Whether all that a node makes is on a CPU."""
+    """Whether all outputs of a node are on a CPU."""
     return all(tensor.device.type == "cpu" for tensor in tensors_of(node))

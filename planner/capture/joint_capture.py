@@ -64,7 +64,7 @@ _counter = itertools.count()
 
 
 class Stopped(BaseException):
-    """Carries a result, its argument, out of the compiler; no ``except Exception`` in between stops it."""
+    """Carries a result out of the compiler past every ``except Exception``."""
 
     def __str__(self) -> str:
         return "stopped"  # torch notes it down, and every tensor of the result would be printed
@@ -111,7 +111,7 @@ def until_stopped(
     implementation: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Compile one call until something in it raises :class:`Stopped`, and give what that carries.
+    """Compile one call until :class:`Stopped` is raised, and return its argument.
 
     ``implementation`` is captured in place of the model's call: its ``forward``, say, without its hooks. For the other
     options see :class:`Backend`.
@@ -134,7 +134,7 @@ def _stopped(model: nn.Module, inputs: Inputs, run: Callable[[], Any]) -> Any:
 
 
 class Captures:
-    """Captures calls of modules, one for all between which Dynamo's guards see no difference."""
+    """Captures calls of modules, and reuses a capture whose guards hold."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -195,7 +195,7 @@ class IsolatedCall:
         return self.implementation(*args, **kwargs) if result is NOT_CAPTURED else result
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], of: IsolatedCall | None = None) -> Any:
-        """Run the graph that Dynamo's guards find for these arguments, or give ``NOT_CAPTURED`` if there is none.
+        """Run the graph whose guards hold for these arguments, or return ``NOT_CAPTURED``.
 
         ``of`` is the call of another module: a graph serves it too where guards see no difference between the two.
         """
@@ -203,7 +203,7 @@ class IsolatedCall:
         return self._function(call.module).run((call.implementation, *args), kwargs)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Say in Python which condition of the last capture a call does not meet; ``""`` if it meets all."""
+        """Return the guard of the last capture that a call fails, as Python; ``""`` if none fails."""
         given = {"implementation": self.implementation, "args": args, "kwargs": kwargs}
         condition, *lines = self._function(self.module).difference(given).split("  # ")
         for name, as_written in _AS_WRITTEN.items():
@@ -228,7 +228,7 @@ class IsolatedCall:
                     raise
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compile the call and run it; it is told that it is compiled only where what eager does cannot be captured."""
+        """Compile the call and run it; ``is_compiling`` is true in it only if eager's code cannot be captured."""
         answers = self._answers.again()
         while True:
             try:
@@ -278,7 +278,7 @@ class IsolatedCall:
 
 
 def _is_of_capture(refusal: TorchDynamoException) -> bool:
-    """Whether a program cannot be captured, and not what was to be made of it."""
+    """Whether an error is about capturing the program, not about planning it."""
     inner = getattr(refusal, "inner_exception", None)
     return isinstance(inner, CaptureError) or not isinstance(inner, PlannerError)
 
@@ -305,7 +305,7 @@ def _at_work(work: _Work) -> Iterator[None]:
 
 
 def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile by the backend of the call that is being captured: torch keeps every backend that it was ever given."""
+    """Compile by the backend of the current capture: torch keeps every backend that it was ever given."""
     work = _work.get()
     with _explain_unknown_sizes(graph_module):
         run = work.backend(graph_module, example_inputs)
@@ -315,7 +315,7 @@ def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]
 
 @contextmanager
 def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
-    """Say where a capture fails because sizes or positions are known only when the program runs."""
+    """Explain captures that fail because sizes or positions depend on data."""
     try:
         yield
     except Exception as error:
@@ -435,7 +435,7 @@ class Backend:
 
 
 class _SharedCapture(Backend):
-    """Compiles what stops with the captured graph, whoever calls it with whatever tensors."""
+    """A compiled call that stops with the captured graph, shared by modules of the same code."""
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -472,7 +472,7 @@ def _check_not_recurrent(graph_module: fx.GraphModule) -> None:
 
 
 def _check_strided(joint: JointGraph) -> None:
-    """Raise an UnsupportedModelError for what is sparse."""
+    """Raise UnsupportedModelError for sparse tensors."""
     for node in joint.graph.nodes:
         if any(tensor.layout is not torch.strided for tensor in tensors_of(node)):
             source = places_of(joint.graph)[node].source
@@ -482,7 +482,7 @@ def _check_strided(joint: JointGraph) -> None:
 
 
 def _check_stay(joint: JointGraph) -> None:
-    """Raise an UnsupportedModelError for inputs that are given other memory: what they held is not there to read."""
+    """Raise UnsupportedModelError for inputs that are given other memory (``.data =``)."""
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
         source = places_of(joint.graph)[node.args[1]].source
         raise UnsupportedModelError(
@@ -492,7 +492,7 @@ def _check_stay(joint: JointGraph) -> None:
 
 
 def _check_apart(joint: JointGraph) -> None:
-    """Raise an UnsupportedModelError where AOTAutograd takes one tensor for several that are views of it."""
+    """Raise UnsupportedModelError where AOTAutograd merges inputs that are views of one tensor."""
     if not joint.varies and len(joint.placeholders) < len(joint.inputs):
         raise UnsupportedModelError("it writes into one of several inputs that share memory: pass copies, x.clone()")
 

@@ -44,7 +44,7 @@ class UnitCalls:
         return not self._left
 
     def followed(self, turn: Turn, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the forward of one of its modules, which ``run`` makes, and tell when its turns begin and end.
+        """Run the forward of one of the unit's modules, and record when its forward and backward begin and end.
 
         The backward of a unit begins with the first gradient of what it gave, and is over with those of all that it
         was given, as FSDP2's hooks have it.
@@ -112,7 +112,7 @@ class Gradients:
 
     @contextmanager
     def followed(self, recorder: StorageRecorder, parameters: Mapping[str, torch.Tensor]) -> Iterator[list[int]]:
-        """Let a recorded step begin and end so; gives the storages of the gradients that are there, as made first."""
+        """Begin and end a recorded step with existing gradients; gives their storages, as made first."""
         found: list[int] = []
         with ExitStack() as stack:
             with recorder.silent():

@@ -73,7 +73,7 @@ class Piece:
         return cls(with_numbers(program, given), inputs, positions, casts)
 
     def surroundings(self) -> AbstractContextManager[Any]:
-        """Return what is to be around a capture: gradients, and the autocast that the program was called under."""
+        """Return the contexts of a capture: gradients on, and the caller's autocast."""
         stack = ExitStack()
         stack.enter_context(torch.enable_grad())
         for kind, dtype, is_enabled in self.casts:
@@ -88,7 +88,7 @@ def numbers_among(program: fx.GraphModule) -> list[int]:
 
 
 def with_numbers(program: fx.GraphModule, given: Sequence[Any]) -> fx.GraphModule:
-    """Return a program with numbers in place of the inputs that are symbols of sizes, and of what they lead to."""
+    """Return a program with symbolic inputs, and numbers computed from them, replaced by constants."""
     graph = fx.Graph()
     values = dict(zip(program.graph.find_nodes(op="placeholder"), given, strict=True))
     known: dict[fx.Node, Any] = {node: x for node, x in values.items() if not isinstance(x, torch.Tensor)}

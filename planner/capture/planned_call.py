@@ -31,7 +31,7 @@ _OWN_GRAPHS = (
 
 
 def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``module(...)`` run ``call``, out of whatever is being compiled: nothing in it is traced.
+    """Make ``module(...)`` run ``call``, never traced by an outer compilation.
 
     A compiled function that calls the module has a graph break there, and is refused under ``fullgraph=True``. Without
     gradients it takes the module in as it is. Threads that call the module take turns.
@@ -70,7 +70,7 @@ _here = _Here()
 
 @contextmanager
 def parts_run_as_they_are() -> Iterator[None]:
-    """Let wrapped models that are called meanwhile run without their plans: they belong to the plan of the whole."""
+    """Run wrapped parts without their own plans within the context: they belong to the plan of the whole."""
     _here.wholes += 1
     try:
         yield
@@ -80,7 +80,7 @@ def parts_run_as_they_are() -> Iterator[None]:
 
 @contextmanager
 def parts_as_written(model: nn.Module) -> Iterator[None]:
-    """Let the parts of a model run as their authors wrote them: without plans of their own, and not compiled.
+    """Run the parts of a model without their own plans and uncompiled within the context.
 
     Code that a part's own ``compile()`` makes reads memory, and where that is fake there is none.
     """
@@ -89,7 +89,7 @@ def parts_as_written(model: nn.Module) -> Iterator[None]:
 
 
 def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:
-    """Raise what the module's own call raises, if it does: whoever trains it may catch that, and go on.
+    """Raise the module's own error, if its own call fails: a training loop may catch that.
 
     It is called without gradients first, which takes little memory, and is undone if nothing is raised. With several
     ranks it is not called: it might wait for others that are elsewhere.
@@ -117,7 +117,7 @@ def planned_call(module: nn.Module) -> Any:
 
 
 def remove_planned_call(module: nn.Module) -> None:
-    """Let ``module(...)`` run its own call again, unless something else was installed meanwhile."""
+    """Restore the module's own call, unless something else was installed meanwhile."""
     if _is_marked(module):
         del vars(module)["forward"]
         _marked.discard(module)
@@ -131,7 +131,7 @@ _marked: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def as_its_class(model: nn.Module) -> Iterator[None]:
-    """Let a model, and wrapped parts of it, be traced as they are: a part belongs to the plan of the whole."""
+    """Trace a model and its wrapped parts unplanned within the context."""
     parts = model.modules() if len(_marked) > 1 else [model]
     marks = [(vars(part), vars(part).pop("forward")) for part in parts if part in _marked and _is_marked(part)]
     try:
@@ -174,7 +174,7 @@ def _check_not_compiled(module: nn.Module) -> None:
 
 @contextmanager
 def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Let modules run something else in place of their ``forward``; their hooks stay around it.
+    """Replace the ``forward`` of modules within the context; their hooks stay.
 
     Code that a module's own ``compile()`` made is of its ``forward``, and does not run meanwhile.
     """

@@ -31,7 +31,7 @@ _below_views: Below = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def below_autograd(graph: fx.Graph) -> Below:
-    """Return what makes the context in which a graph is to run.
+    """Return a factory of the context in which a graph runs.
 
     Operators that are not torch's own may count on autograd inside, so a graph that has one runs as ever. What leaves
     a graph is to share its memory with nothing else where views are not noted: torch tells by them, and by counts of
@@ -54,7 +54,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _keeps_to_itself(graph: fx.Graph) -> bool:
-    """Whether no two tensors that a graph takes or gives share memory because of it, and it writes over none it takes.
+    """Whether a graph aliases none of its inputs and outputs, and writes into no input.
 
     Of functions that are no operators nothing is said: they count as giving what they take.
     """
@@ -72,7 +72,7 @@ def _keeps_to_itself(graph: fx.Graph) -> bool:
 
 
 def written_and_shown(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the arguments that a node writes over, and those whose memory its results may have."""
+    """Return the arguments that a node writes into, and those that its results may alias."""
     target: Any = node.target
     if target is operator.getitem:
         source = node.args[0]
@@ -122,7 +122,7 @@ class _Arrives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Shortcut:
-    """What stands in a graph for a function while its code is written: that names it as a global of its own."""
+    """Stands for a function while a graph's code is generated, under a global name of its own."""
 
     __module__ = "shortcut"
 
@@ -138,7 +138,7 @@ _known: dict[Any, Callable[..., Any]] = {}
 
 
 def recompile_directly(graph_module: fx.GraphModule) -> None:
-    """Write the code of a graph module with calls that take no detour; its graph stays as it is."""
+    """Regenerate a graph module's code with direct calls; its graph is unchanged."""
     targets = {node: node.target for node in graph_module.graph.nodes if type(node.target) is OpOverload}
     shortcuts: dict[Any, _Shortcut] = {}
     with _disable_current_modes():

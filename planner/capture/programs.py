@@ -29,7 +29,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 @dataclass(frozen=True)
 class Program:
-    """What runs at certain sizes; both take their arguments out of a list."""
+    """Boxed forward and backward for certain sizes."""
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
@@ -44,7 +44,7 @@ MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
 
 
 def plainly(partition: Callable[[JointGraph], Halves]) -> MakeProgram:
-    """Return what makes the joint graph plain, and asks for a partition of it."""
+    """Return a partition function that first replaces symbols by the sizes of the call."""
 
     def made(joint: JointGraph, given: Sequence[Any]) -> Program:
         forward, backward = partition(at_sizes(joint, given))
@@ -78,7 +78,7 @@ class ProgramsBySize:
         self._current = 0
 
     def compiled(self, partition: PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Return what runs a program, as Dynamo captured it, at any sizes that its guards allow."""
+        """Return a function that runs a captured program at any sizes that its guards allow."""
         self._given = len(inputs)
         with symbolic_kernels():
             run = aot_backend(partition, self.forward, self.backward)(program, inputs)
@@ -109,7 +109,7 @@ class ProgramsBySize:
         return _stand_in(joint)
 
     def choose(self, given: Sequence[Any]) -> None:
-        """Let what runs next be the program for these inputs."""
+        """Choose the program for these inputs, which the next call runs."""
         if self._joint is None:
             return  # nothing requires gradients
         numbers = {at: x.item() if isinstance(x := given[at], torch.Tensor) else x for at in self._changing}

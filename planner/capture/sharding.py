@@ -30,7 +30,7 @@ ROOT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter as sharding sees it: split along its first dimension, padded to be even."""
+    """A sharded parameter: split along its first dimension, with padding."""
 
     name: str
     """Its path in the model."""
@@ -126,7 +126,7 @@ def resident(around: StaticMemory, units: Units, alignment_bytes: int) -> Static
 
 
 class StepBuilder(GraphBuilder[Any]):
-    """Adds what runs in a step that was recorded, and what FSDP2 does beside it."""
+    """Adds the operations of a recorded step, and FSDP2's beside them."""
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
@@ -149,7 +149,7 @@ class StepBuilder(GraphBuilder[Any]):
 
 
 class Sharding:
-    """Adds to a step, where that stands, what FSDP2 allocates for its units.
+    """Adds FSDP2's allocations for its units to the step being built.
 
     ``gradient_of`` gives the value that holds the gradient of a parameter, by its name; None as long as there is none.
     """

@@ -69,7 +69,7 @@ def written_by(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 
 @contextmanager
 def written_back(tensors: Iterable[torch.Tensor]) -> Iterator[Sequence[tuple[torch.Tensor, torch.Tensor]]]:
-    """Undo what a step with data writes into tensors: parameters, and what it is given.
+    """Undo what a step with data writes into tensors: parameters and inputs.
 
     A tensor is copied before it is written into for the first time: what is only read takes no memory. Tensors and
     copies are given as they come, those that are given other memory (``.data =``) in the end.
@@ -147,7 +147,7 @@ def _globals(classes: Iterable[type]) -> Iterator[dict[str, Any]]:
 
 
 def _may_hold(one: Any) -> bool:
-    """Whether something may keep tensors of a recording: no class, no tensor itself, nothing of the planner."""
+    """Whether an object may hold tensors of a recording: no class, no tensor itself, nothing of the planner."""
     is_plain = isinstance(one, (torch.Tensor, type, ModuleType, str, int, float, bytes, type(None)))
     return not is_plain and type(one).__module__.partition(".")[0] != _OWN
 
@@ -238,13 +238,13 @@ def _states_of_torch() -> list[bytes]:
 
 @dataclass
 class HostStates:
-    """The random states of Python and of numpy, as they are when this is made: torch's checkpoint knows neither."""
+    """The random states of Python and numpy at the time of creation: torch's checkpoint restores neither."""
 
     of_python: Any = field(default_factory=random.getstate)
     of_numpy: list[Any] = field(default_factory=_numpy_state)
 
     def restore(self) -> None:
-        """Let the next random numbers be those that came next then."""
+        """Restore these states."""
         random.setstate(self.of_python)
         if self.of_numpy:
             sys.modules["numpy"].random.set_state(tuple(self.of_numpy))
@@ -257,7 +257,7 @@ class RandomStates(HostStates):
     of_torch: list[bytes] = field(default_factory=_states_of_torch)
 
     def restore(self) -> None:
-        """Let the next random numbers be those that came next then."""
+        """Restore these states."""
         super().restore()
         cpu, *of_gpus = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.of_torch)
         torch.set_rng_state(cpu)
@@ -266,7 +266,7 @@ class RandomStates(HostStates):
 
 
 def seed_all(number: int) -> None:
-    """Let all random states but those of GPUs begin from a seed."""
+    """Seed all random states but those of GPUs."""
     random.seed(number)
     torch.default_generator.manual_seed(number)
     if numpy := sys.modules.get("numpy"):
@@ -275,7 +275,7 @@ def seed_all(number: int) -> None:
 
 @contextmanager
 def random_states_kept(*, if_it_fails: bool = False) -> Iterator[None]:
-    """Leave all random states as they are, or only where what runs meanwhile raises."""
+    """Restore all random states after the context, or only if it raises."""
     states = RandomStates()
     try:
         yield

@@ -67,7 +67,7 @@ def freed_after(storages: Iterable[Storage]) -> defaultdict[int, list[int]]:
 
 
 class StorageRecorder(TorchDispatchMode):
-    """Numbers the storages that code makes, and notes when each is freed.
+    """Numbers the storages that code allocates, and records when each is freed.
 
     What is in the tree ``resident`` was there before; ``names`` are the paths of modules, for :meth:`modules`.
     """
@@ -141,7 +141,7 @@ class StorageRecorder(TorchDispatchMode):
         return number
 
     def freed(self, storage: Storage) -> None:
-        """Note that a storage is freed."""
+        """Record that a storage is freed."""
         storage.died = self.now
 
     def _freed(self, identity: int, number: int) -> None:
@@ -154,18 +154,18 @@ class StorageRecorder(TorchDispatchMode):
         return {identity for identity, number in self._numbers.items() if number is not None}
 
     def mark(self, tensors: Any, kind: str) -> None:
-        """Say what the storages of the tensors in a tree are."""
+        """Set the kind of the storages of tensors in a tree."""
         for tensor in tensors_in(tensors):
             if (number := self.number(tensor)) is not None:
                 self.storages[number].kind = kind
 
     def finish(self) -> None:
-        """End the recording: what is alive now outlives it."""
+        """End the recording; live storages outlive it."""
         self._is_over = True
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Let operations pass unseen."""
+        """Do not record operations within the context."""
         before, self._is_silent = self._is_silent, True
         try:
             yield
@@ -188,7 +188,7 @@ class StorageRecorder(TorchDispatchMode):
 
 
 class PeakRecorder(StorageRecorder):
-    """Adds up the storages that are alive: ``peak_bytes`` is what the code would need beside what is resident."""
+    """Adds up live storages: ``peak_bytes`` is the most that the code allocates on top of what is resident."""
 
     def __init__(self, alignment_bytes: int, resident: Any = ()) -> None:
         super().__init__(resident)
@@ -196,7 +196,7 @@ class PeakRecorder(StorageRecorder):
         self.live_bytes = self.peak_bytes = 0
 
     def reach(self, more_bytes: int) -> None:
-        """Take note that so much more is held for a moment."""
+        """Record a momentary allocation of so many bytes."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
 
     def made(self, tensor: torch.Tensor, size_bytes: int | None = None, kind: str = "activation") -> int:
@@ -244,7 +244,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class Turn(Run):
-    """The moment at which the forward or backward of FSDP2's unit ``module`` begins, or ends: no operator runs."""
+    """Marks the beginning or end of the forward or backward of FSDP2's unit ``module``; no operator runs."""
 
     is_entered: bool
 
@@ -267,7 +267,7 @@ EventT = TypeVar("EventT")
 
 
 class StepRecorder(StorageRecorder, Generic[EventT]):
-    """Writes down what runs on fake tensors, or on real ones; calls are described in the mode ``fakes``.
+    """Records the operators that run on fake or real tensors; calls are described in the mode ``fakes``.
 
     ``sums``, which tells sums of gradients that are made in place when nobody looks on, is made under the mode in which
     the step runs. For the others see :class:`StorageRecorder`.
@@ -309,7 +309,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         return self.watch(function, args, kwargs)
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call and write it down."""
+        """Run and record a call."""
         result = kernel_result(function, args, kwargs, lambda: self.run(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result
@@ -337,7 +337,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         return tuple(dict.fromkeys(n for t in tensors if (n := self.number(t)) is not None))
 
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
-        """Write a call down; a view, or a number for Python, is none."""
+        """Record a call, unless it is a view or gives Python a number."""
         function = meant(function)
         reads = self.numbers(tensors_in((args, kwargs)))
         makes = self.follow(function, (args, kwargs), result)
@@ -363,6 +363,6 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         return ""
 
     def turn(self, unit: str, *, is_entered: bool) -> None:
-        """Note that the forward or backward of a unit of FSDP2 begins, or ends."""
+        """Record that the forward or backward of a unit of FSDP2 begins or ends."""
         node = self._nodes.node(_unit_boundary, (), {}, ())
         self.events.append(Turn(node=node, module=unit, is_entered=is_entered))

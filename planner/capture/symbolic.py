@@ -41,17 +41,17 @@ SYMBOLIC_VALUE = "symbolic_val"
 
 
 class OtherProgramError(PlannerError):
-    """Sizes for which the captured program is another one: never seen outside the runtime."""
+    """Sizes for which another program would be captured; internal to the runtime."""
 
 
 class SizedInt(int):
-    """A whole number that sizes decide, and what makes it in the graph with symbols."""
+    """An integer that depends on sizes, and its node in the graph with symbols."""
 
     made_by: fx.Node
 
 
 class SizedFloat(float):
-    """Likewise a broken number."""
+    """A float that depends on sizes, likewise."""
 
     made_by: fx.Node
 
@@ -66,7 +66,7 @@ def _sized(number: Any, node: fx.Node) -> Any:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a recorded value is a number that sizes decide."""
+    """Whether a recorded value is a symbolic number."""
     return isinstance(value, SYMBOLIC)
 
 
@@ -102,7 +102,7 @@ def symbols_of_sizes(graph: fx.Graph) -> set[Any]:
 
 
 def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
-    """Return the joint graph for what the program is given, sizes and what changes as numbers among it; O(nodes).
+    """Return the joint graph for given inputs, with sizes and varying numbers as constants; O(nodes).
 
     The result has no placeholders for numbers, and no gradients for them. Raises OtherProgramError if the program does
     not run at these sizes.
@@ -144,7 +144,7 @@ def bound(joint: JointGraph, given: Sequence[Any]) -> Numbers:
 
 
 class Sizes:
-    """What the sizes of a call make of the numbers of a captured program."""
+    """Values of a captured program's symbolic numbers for the sizes of a call."""
 
     def __init__(self, joint: JointGraph, given: Sequence[Any]) -> None:
         self.symbols = bound(joint, given)
@@ -154,7 +154,7 @@ class Sizes:
         }
 
     def of(self, expression: Any) -> Any:
-        """Return what an expression in symbols comes to."""
+        """Return the value of an expression in symbols."""
         if expression not in self._evaluated:
             self._evaluated[expression] = evaluated(expression, self.symbols)
         return self._evaluated[expression]
@@ -174,7 +174,7 @@ class Sizes:
 
 
 class _AtSizes:
-    """Copies a graph, with numbers in place of what sizes decide."""
+    """Copies a graph with symbolic numbers replaced by their values."""
 
     def __init__(self, joint: JointGraph, given: Sequence[Any], numbers: Numbers) -> None:
         self.joint, self.given, self.numbers = joint, given, numbers
@@ -245,7 +245,7 @@ class _AtSizes:
         self.made[node], self.values[node] = _sized(number, node), number
 
     def _give_outputs(self) -> None:
-        """Give what the graph gives, but no gradients of sizes."""
+        """Copy the graph's outputs, without gradients of sizes."""
         output = self.joint.graph.output_node()
         flat: Any = output.args[0]
         descriptors = output.meta.get("desc") or [None] * len(flat)
@@ -257,7 +257,7 @@ class _AtSizes:
 
 
 def _takes_all(target: Any, args: Sequence[Any]) -> bool:
-    """Whether a slice, or what undoes one, is of all there is without saying where it ends.
+    """Whether a slice, or its backward, covers the whole dimension with an open end.
 
     With sizes that are numbers torch does not write these down.
     """
@@ -311,7 +311,7 @@ def number_of(size: Any, numbers: Numbers) -> Any:
 
 @lru_cache(_KEPT)
 def as_function(expression: Any) -> Callable[[Numbers], int] | None:
-    """Return what gives a whole number for those of its symbols; None for an expression of any other kind.
+    """Return a function of the symbols for an integer expression; None for any other.
 
     Putting numbers in for symbols takes sympy a tenth of a millisecond and more, and a step of a new size has many
     expressions.

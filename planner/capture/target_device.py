@@ -34,7 +34,7 @@ _target: ContextVar[TargetDevice | None] = ContextVar("device that is traced for
 
 
 class TargetDevice:
-    """A CUDA device that is planned for and not here."""
+    """An absent CUDA device that is planned for."""
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
@@ -65,14 +65,14 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def calls_of(target_device: TargetDevice | None) -> Iterator[None]:
-    """Let a program that is followed call what a device that is not here runs, if there is one."""
+    """Let a traced program call the operators of an absent target device, if there is one."""
     with tracing_for(target_device), _Calls(target_device) if target_device else nullcontext():
         yield
 
 
 @contextmanager
 def tracing_for(target_device: TargetDevice | None) -> Iterator[None]:
-    """Let what is traced be for a device that is not here, if there is one."""
+    """Trace for an absent target device, if there is one."""
     token = _target.set(target_device or _target.get())
     try:
         yield
@@ -81,7 +81,7 @@ def tracing_for(target_device: TargetDevice | None) -> Iterator[None]:
 
 
 def is_for_target_device() -> bool:
-    """Whether what is traced now is for a device that is not here."""
+    """Whether tracing is for an absent target device."""
     return _target.get() is not None
 
 
@@ -176,5 +176,5 @@ _STAND_FOR = {
 
 
 def meant(operator: Any) -> Any:
-    """Return the operator of a device that is not here that one which was traced stands for; any other as it is."""
+    """Return the target device's operator that a traced one stands for; others unchanged."""
     return _STAND_FOR.get(operator, operator)

@@ -181,7 +181,7 @@ def aot_backend(
 def _donates_nothing(
     forward: Callable[[list[Any]], Any] | None, _forward: Any, _backward: Any, metadata: Any
 ) -> list[int]:
-    """Give nothing that is saved away. Since torch 2.14 it is listed too: what runs in its place may save more."""
+    """Donate no saved tensor: from torch 2.14 on they are listed before the planned graphs replace the traced ones."""
     listed = getattr(metadata, "saved_tensor_is_graph_input", None)
     if forward is not None and listed is not None:
         listed.extend([False] * _MOST_SAVED)
@@ -189,7 +189,7 @@ def _donates_nothing(
 
 
 def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
-    """Return a compiler that gives one function, which takes its arguments out of a list."""
+    """Return a compiler that always returns one boxed function."""
 
     def run(arguments: list[Any]) -> Any:
         return function(arguments)
@@ -199,7 +199,7 @@ def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
 
 
 def is_drawn(number: Any) -> bool:
-    """Whether a number of a traced program is known only when that runs: one that it draws, or takes from data."""
+    """Whether a number of a traced program is unbacked: drawn, or read from data."""
     return isinstance(number, torch.SymInt) and not number.node.has_hint()
 
 
@@ -227,7 +227,7 @@ def is_spread(kind: type) -> bool:
 
 
 def taken_apart(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the part of a tensor that this rank has, and what makes such a tensor of another part."""
+    """Return this rank's part of a tensor, and a function that makes such a tensor from another part."""
     kind: Any = type(tensor)
     if not is_spread(kind):
         return tensor, lambda part: part
@@ -239,7 +239,7 @@ def taken_apart(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Ten
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank has: of most the tensor itself."""
+    """Return this rank's part of a tensor, for most the tensor itself."""
     return taken_apart(tensor)[0] if is_spread(type(tensor)) else tensor
 
 
@@ -293,7 +293,7 @@ def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class OwnedFunction:
-    """A function that Dynamo compiles whole: all that is kept for it in torch's caches ends with this object.
+    """A function that Dynamo compiles whole; its cache entries are freed with this object.
 
     Dynamo keeps graphs by code object, and names what it compiles among the function's globals: both are its own. For
     every long-lived object that guards look at, a class say, a finalizer holds the guards.
@@ -322,7 +322,7 @@ class OwnedFunction:
         return run_compiled(self._function, args, kwargs)
 
     def difference(self, given: Mapping[str, Any]) -> str:
-        """Return what the newest graph takes for granted and arguments, by name, do not have; ``""`` if nothing."""
+        """Return the guard of the newest graph that named arguments fail; ``""`` if none fails."""
         newest = next(iter(_debug_get_cache_entry_list(self._function.__code__)), None)
         failed = newest.guard_manager.check_verbose(dict(given)).verbose_code_parts if newest is not None else ()
         return next(iter(failed), "")
@@ -352,13 +352,13 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def not_compiled_alone(function: CallT) -> CallT:
-    """Let a function run as it is when Dynamo meets it by itself; inside another it is followed as ever."""
+    """Keep Dynamo from compiling a function by itself; inside another it is traced as usual."""
     skip_code(function.__code__)
     return function
 
 
 def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
-    """Call something when the backward has ended that goes through some of these outputs."""
+    """Call a function at the end of the backward through these outputs."""
     engine = torch.autograd.Variable._execution_engine
 
     def comes(_gradients: Any) -> None:
@@ -409,7 +409,7 @@ def has_onednn(dtype: torch.dtype = torch.float32) -> bool:
 
 @contextmanager
 def outside_tracing() -> Iterator[None]:
-    """Let what is run have data, and its own kernels, although a program is being traced."""
+    """Run real kernels with data while a program is being traced."""
     with _disable_current_modes(), no_python_dispatcher():
         yield
 
@@ -459,13 +459,13 @@ def profiler_is_running() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode of the user's is on, ``FlopCounterMode`` say: Dynamo then leaves every call alone."""
+    """Whether a user's dispatch mode is on, such as ``FlopCounterMode``: Dynamo then compiles nothing."""
     asked = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", None)  # since Dynamo looks at the stack
     return bool(asked() if asked else _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False))
 
 
 def is_transformed() -> bool:
-    """Whether what runs is being traced, exported or transformed by ``torch.func``, by somebody else."""
+    """Whether other code is tracing, exporting or transforming (``torch.func``) the current call."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -549,7 +549,7 @@ FOLLOWS_LEAVES = _check_returned_leaves is not None
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Capture again whenever something differs, hooks too, with fixed sizes; log messages pass in silence."""
+    """Dynamo's settings for captures: guards on everything, hooks included, fixed sizes, no log messages."""
     settings = torch._dynamo.config.patch(
         recompile_limit=_NO_LIMIT,  # the limit is ours: see planner.runtimes.graph
         accumulated_recompile_limit=_NO_LIMIT,
@@ -580,7 +580,7 @@ def dynamo_settings() -> Iterator[None]:
 
 
 def _returned_leaves(graph: OutputGraph, returned: list[Any], tracer: Any) -> None:
-    """Let Dynamo refuse outputs that are made leaves of autograd in the forward, but not what is computed from those.
+    """Let Dynamo refuse outputs made leaves in the forward, but not tensors computed from these.
 
     It refuses both: AOTAutograd gives back no gradient of such a leaf. Nobody can ask for it who does not hold it.
     """
@@ -612,7 +612,7 @@ def without_dynamic_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def with_symbolic_sizes(varying: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> Iterator[None]:
-    """Let sizes of tensors be captured as symbols, each its own, wherever the program allows it."""
+    """Capture sizes as symbols, a separate one for each dimension, where the program allows it."""
     varying = list(varying)
     # What happens to be equal now need not be so next time.
     with (
@@ -630,7 +630,7 @@ _numbers_seen: ContextVar[dict[str, float]] = ContextVar("numbers of earlier cap
 
 @contextmanager
 def varying_numbers(seen: dict[str, float]) -> Iterator[None]:
-    """Let numbers that changed since an earlier capture be inputs of the captured program, not parts of it.
+    """Make numbers that changed since an earlier capture inputs of the captured program.
 
     ``seen`` is what each number was, by Dynamo's name: it is kept from capture to capture.
     """
@@ -642,7 +642,7 @@ def varying_numbers(seen: dict[str, float]) -> Iterator[None]:
 
 
 def _has_changed(_tracer: Any, name: str, entry: Any, **_: Any) -> Any:
-    """Tell Dynamo which numbers are inputs. Its own memory ends with the code object, and makes sizes dynamic too."""
+    """Tell Dynamo which numbers are inputs; its own record is lost with the code object and makes sizes dynamic."""
     seen = _numbers_seen.get(None)
     if seen is None or type(entry.scalar) not in (int, float):
         return entry
@@ -664,7 +664,7 @@ def call_implementation(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def other_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give a model other parameters and buffers, by their paths, for as long as the context lasts.
+    """Replace parameters and buffers of a model, by their paths, within the context.
 
     Recurrent layers keep a list of the weights that they last ran with. ``torch.func.functional_call`` does not put
     that back, nor the parameters of a module that has several paths.
@@ -713,13 +713,13 @@ def is_called_by_engine(above: int) -> bool:
 
 
 def next_number() -> int:
-    """Return the number that the next operation that can be differentiated will have."""
+    """Return the sequence number of the next differentiable operation."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def number_at_work() -> int | None:
-    """Return the number of the operation whose derivative the engine computes now, None if it computes none."""
+    """Return the sequence number of the operation whose derivative the engine computes now; None if there is none."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -731,21 +731,21 @@ def accumulates_gradient() -> bool:
 
 
 def takes_boxed_gradients(node: Any) -> bool:
-    """Whether a function of Python's is given its gradients in a list that it may empty."""
+    """Whether a Python autograd function gets its gradients in a list that it may clear."""
     return bool(getattr(getattr(node, "_forward_cls", None), "boxed_grads_call", False))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of a stretch of memory, each element once."""
+    """Whether a tensor is non-overlapping and dense."""
     return bool(is_non_overlapping_and_dense_or_false(tensor))
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how often a tensor, and how often its storage, is referred to."""
+    """Return the reference counts of a tensor and of its storage."""
     return uses(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """Return how often a tensor is referred to; Python does so once, however often it does."""
+    """Return the C++ reference count of a tensor, in which all of Python's references count once."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count

@@ -42,7 +42,7 @@ kept_by_tracing = has_side_effect
 
 @contextmanager
 def deciding(decide: Callable[[fx.Node], bool | None], marker: Callable[[Any, bool], None]) -> Iterator[None]:
-    """While Dynamo traces, let ``decide`` say whether the condition of a jump holds: None if it cannot.
+    """Let ``decide`` evaluate conditions of jumps while Dynamo traces; None leaves them to Dynamo.
 
     The traced program then calls ``marker(condition, held)`` where the jump was.
     """
@@ -92,12 +92,12 @@ _Place = tuple[tuple[CodeType, int], ...]
 
 
 class _LongError(TorchDynamoException):
-    """What a program does after one of its questions may be shorter with the other answer."""
+    """The program may be much shorter if ``is_compiling`` answers otherwise."""
 
 
 @dataclass
 class Answers:
-    """What a program is answered that asks whether it is compiled: no, as in eager, unless that cannot be captured."""
+    """Answers to ``is_compiling`` during a capture: no, as in eager, unless that cannot be captured."""
 
     told_yes: Mapping[_Place, str] = field(default_factory=dict)
     """The places where it is told yes, with the reason."""
@@ -116,7 +116,7 @@ class Answers:
         return place in self.told_yes
 
     def again(self) -> Answers:
-        """Return the same answers, for another capture."""
+        """Return a copy for another capture."""
         return Answers(self.told_yes)
 
     def after(self, failure: TorchDynamoException) -> Answers | None:
@@ -130,7 +130,7 @@ class Answers:
 
 @contextmanager
 def answering(answers: Answers) -> Iterator[None]:
-    """While Dynamo traces, give a program these answers; torch's own code, and ours, knows how it runs."""
+    """Give a program these answers while Dynamo traces; torch's own code and ours get the truth."""
 
     def answer(plain: Callable[..., Any], function: Any, tracer: Any) -> Any:
         asking = _asking(tracer)
@@ -208,6 +208,6 @@ def _is_data(condition: Any) -> bool:
 
 
 def _may_decide(tracer: Any) -> bool:
-    """Whether a jump is one of the program itself, and no assertion: those Dynamo leaves to the program."""
+    """Whether a jump is the program's own and no assertion, which Dynamo handles itself."""
     is_assertion = tracer.instructions[tracer.instruction_pointer].opname == _ASSERTION
     return tracer.output.current_tracer is tracer.output.root_tracer and not is_assertion

@@ -16,7 +16,7 @@ from planner.common.registry import defined
 
 @runtime_checkable
 class Command(Protocol):
-    """What a command module's ``COMMAND`` offers."""
+    """Protocol of a command module's ``COMMAND``."""
 
     name: str
     """What people type."""
@@ -34,7 +34,7 @@ class Command(Protocol):
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Carry it out, and give the exit code."""
+        """Run the command, and return the exit code."""
         ...
 
 

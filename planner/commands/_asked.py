@@ -34,7 +34,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def check_writable(*paths: str | None) -> None:
-    """Refuse files that could not be written in the end; ``"-"`` is standard output."""
+    """Refuse files that cannot be written; ``"-"`` is standard output."""
     from planner.common import atomic
 
     for path in paths:
@@ -57,7 +57,7 @@ def check_target(args: argparse.Namespace, *devices: str) -> None:
 
 
 def check_solving(args: argparse.Namespace) -> None:
-    """Refuse at once what would fail only after minutes of work: names of all kinds, and where results go."""
+    """Check names and output files before minutes of work."""
     from planner import runtimes
     from planner.analysis.compatibility import check_solver
 
@@ -70,7 +70,7 @@ def check_solving(args: argparse.Namespace) -> None:
 
 
 def check_offload(args: argparse.Namespace) -> None:
-    """Refuse options on offload without it, and a device of which nothing is known of the link to the host."""
+    """Refuse offload options without offload, and devices whose link to the host is unknown."""
     from planner.ir.host import host_of
     from planner.plans import device_file
 
@@ -98,7 +98,7 @@ def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | 
 
 
 def inputs_of(loaded: ZooModel) -> Inputs:
-    """Return what one step passes to a model."""
+    """Return the inputs of one step."""
     from planner.capture.inputs import Inputs
 
     return Inputs.of(loaded.example_args, loaded.example_kwargs)
@@ -107,7 +107,7 @@ def inputs_of(loaded: ZooModel) -> Inputs:
 def ask_or_build(
     function: Callable[..., Answer], args: argparse.Namespace, loaded: ZooModel, progress: Progress, **asked: Any
 ) -> Answer:
-    """Ask about a model without memory; where a model of the user's own cannot be captured so, about one for real."""
+    """Ask about a model without memory; a user's model that cannot be captured so is built for real."""
     try:
         return ask(function, loaded, progress, **asked)
     except CaptureError:

@@ -65,7 +65,7 @@ _RARE: set[argparse.Action] = set()
 
 
 def rare(action: argparse.Action) -> None:
-    """Show an option by ``--help-all`` alone."""
+    """Show an option in ``--help-all`` only."""
     _RARE.add(action)
 
 
@@ -91,7 +91,7 @@ def seconds(text: str) -> float:
 
 
 def reading(read: Callable[[str], Read]) -> Callable[[str], Read]:
-    """Let the parser say, with the name of the option, why something cannot be read."""
+    """Turn errors of a reader into the parser's, with the option's name."""
 
     def checked(text: str) -> Read:
         try:
@@ -104,7 +104,7 @@ def reading(read: Callable[[str], Read]) -> Callable[[str], Read]:
 
 @reading
 def size(text: str) -> str:
-    """Refuse what is no size, in bytes or as a percentage."""
+    """Refuse text that is neither a size in bytes nor a percentage."""
     parse_size(text, whole_bytes=2**60)
     return text
 
@@ -141,7 +141,7 @@ _READ: dict[str, dict[str, Any]] = {
 
 
 def _first_sentences(group: type[Any]) -> dict[str, str]:
-    """Return what the docstring of a group says of each field first."""
+    """Return the first sentence on each field from a group's docstring."""
     described = re.findall(r"^(\w+) : .*\n((?:    .*(?:\n|$))+)", inspect.getdoc(group) or "", re.MULTILINE)
     texts = {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in described}
     return {name: (text[0].lower() + text[1:]).replace("%", "%%") for name, text in texts.items()}

@@ -22,7 +22,7 @@ _IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░─│└├·…", "   ##
 
 
 def hand_out(report: dict[str, Any], path: str | None, draw: Callable[[Any], None]) -> None:
-    """Write a report as JSON where that is asked for, and show it, unless standard output is for the JSON alone."""
+    """Write a report as JSON if asked for, and show it unless the JSON goes to standard output."""
     write_json(report, path)
     if path != "-":
         show(draw)
@@ -62,7 +62,7 @@ def write_json(report: dict[str, Any], path: str | None) -> None:
 
 @contextmanager
 def quiet(debug: bool) -> Iterator[None]:
-    """Keep what torch logs and warns on the way out of sight: errors of ours say what matters."""
+    """Hide torch's logs and warnings: our errors say what matters."""
     if debug:
         yield
         return
@@ -77,7 +77,7 @@ def quiet(debug: bool) -> Iterator[None]:
 
 
 def reporting(debug: bool) -> AbstractContextManager[Shown]:
-    """Show on standard error how the work stands, unless tracebacks and logs are to be read there."""
+    """Show progress on standard error, unless tracebacks and logs are wanted there."""
     from planner.report.progress import shown
 
     return shown(as_bar=not debug, as_lines=not debug)
@@ -116,7 +116,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 class _Watch:
-    """A thread that ends the process where nobody else does."""
+    """A thread that ends the process if nothing else does."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()

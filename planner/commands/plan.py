@@ -69,7 +69,7 @@ def _write(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse at once what would fail only after minutes of work."""
+    """Check the options before minutes of work."""
     from planner.analysis.compatibility import check_strategy
 
     _asked.check_solving(args)
@@ -107,7 +107,7 @@ def _report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None 
 
 
 def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved: Plan | None) -> Plan:
-    """Make the plan, unless there is one, and verify it where that is asked for."""
+    """Make the plan unless one was loaded, and verify it if asked for."""
     from planner import api
 
     asked = _asked.keywords(args, Budget, Search, Offload, Runtime, Target, Training)
@@ -125,7 +125,7 @@ def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved:
 
 
 def _hold_to_measured(plan: Plan) -> None:
-    """Fail if real steps broke what the plan promises."""
+    """Fail if real steps exceed the plan's peak or differ in bits."""
     measured = plan.verification
     if measured is None:
         return

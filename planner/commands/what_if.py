@@ -76,7 +76,7 @@ class _WhatIf(AboutModel):
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse at once what would fail only after minutes of work."""
+    """Check the options before minutes of work."""
     from planner import solvers, zoo
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import answers as methods
@@ -101,7 +101,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class _Asking:
-    """All that is asked about a model, one after the other."""
+    """Answers the questions about a model one after the other."""
 
     def __init__(self, args: argparse.Namespace, shown: Shown) -> None:
         from planner.capture import fake_mode

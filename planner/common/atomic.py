@@ -16,7 +16,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file through a temporary one beside it, so that nobody ever sees half of it.
+    """Write a file atomically, through a temporary one beside it.
 
     A UsageError says that it cannot be written there. What was there before is untouched then.
     """

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def folder(kind: str) -> Path | None:
-    """Return the folder of what is kept of a kind, which need not exist; None if nothing is to be kept."""
+    """Return the cache folder of a kind, which need not exist; None if caching is off."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen.lower() == "off":
         return None
@@ -34,12 +34,12 @@ def folder(kind: str) -> Path | None:
 
 
 def turn_off() -> None:
-    """Keep nothing, and find nothing, in this process and those that it starts."""
+    """Turn the cache off in this process and those that it starts."""
     os.environ[VARIABLE] = "off"
 
 
 def find(kind: str, key: str, read: Callable[[str], T], largest_bytes: int) -> T | None:
-    """Return what ``read`` makes of the text that is kept under a key; a file that it refuses is removed."""
+    """Return a cached text, parsed by ``read``; remove the file if that refuses it."""
     place = folder(kind)
     if place is None:
         return None
@@ -59,7 +59,7 @@ def find(kind: str, key: str, read: Callable[[str], T], largest_bytes: int) -> T
 
 
 def keep(kind: str, key: str, text: str, limit_bytes: int) -> None:
-    """Keep a text under a key; beyond the limit of all together those go that were used longest ago."""
+    """Cache a text under a key; beyond the size limit the least recently used ones are removed."""
     place = folder(kind)
     if place is None:
         return

@@ -15,7 +15,7 @@ _RARELY = (50_000, 20, 100)
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Let Python walk its objects rarely for as long as the context lasts."""
+    """Collect garbage rarely within the context."""
     before = gc.get_threshold()
     gc.set_threshold(*_RARELY)
     try:
@@ -26,7 +26,7 @@ def collected_rarely() -> Iterator[None]:
 
 @contextmanager
 def not_collected() -> Iterator[None]:
-    """Let Python collect no garbage by itself meanwhile; where somebody asks for a collection it takes place."""
+    """Turn automatic garbage collection off within the context."""
     if not gc.isenabled():
         yield
         return

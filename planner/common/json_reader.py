@@ -32,7 +32,7 @@ Where = tuple[Any, str | int | None]
 
 
 def parse(text: str, what: str) -> Node:
-    """Parse JSON that may be hostile; messages say what the file is to hold, for example a ``"plan"``.
+    """Parse untrusted JSON; messages name the expected content, for example a ``"plan"``.
 
     A PlanFileError says that it is not JSON, is nested too deeply, repeats a key, or holds NaN or infinity.
     """
@@ -76,7 +76,7 @@ def load(
 
 
 def to_data(value: Any) -> Any:
-    """Return a dataclass as the data from which :meth:`Node.read` makes it again."""
+    """Return a dataclass as plain data that :meth:`Node.read` reads back."""
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, dict):
@@ -171,7 +171,7 @@ def _fail(value: Any, where: Where, wanted: str) -> NoReturn:
 
 
 def shown(value: object) -> str:
-    """Return how messages show a value that is not what it must be."""
+    """Return a wrong value as messages show it."""
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
     return json.dumps(value, default=str)[:40]

@@ -16,7 +16,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveLimits:
-    """What a solve may take; a limit that is not above zero raises UsageError."""
+    """The limits of a solve; raise UsageError for one that is not above zero."""
 
     time_limit_seconds: float = 30.0
     """Roughly when to stop improving."""
@@ -60,13 +60,13 @@ class Clock:
         self._told = told
 
     def work(self, seconds: float) -> None:
-        """Say that something was done that takes about so long."""
+        """Count work that takes about so many seconds."""
         self._worked += seconds
         if self._told is not None:
             self._told(seconds)
 
     def part(self, share: float) -> Clock:
-        """Start a clock for a share of the limit, or what is left of it; work in it counts here, too."""
+        """Start a clock for a share of the limit or of the rest; work counted there counts here too."""
         limit_seconds = max(min(share * self.limit_seconds, self.left()), 0.0)
         return Clock(limit_seconds, counts_work=self.counts_work, told=self.work)
 

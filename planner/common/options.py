@@ -84,7 +84,7 @@ def _option(default: Any, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Budget(_Group):
-    """What memory a step may take; a size alone is that of the whole device.
+    """The memory that a step may take; a size alone is that of the whole device.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class Budget(_Group):
         return is_share(self.size) or is_share(self.activations)
 
     def check(self, *, or_none: bool = False) -> None:
-        """Refuse two budgets, none where one is needed, and one that cannot be read."""
+        """Refuse two budgets, a missing one, and one that cannot be parsed."""
         both = None not in (self.size, self.activations)
         if both or not (self.is_given or or_none):
             raise UsageError(
@@ -150,7 +150,7 @@ class Budget(_Group):
         return static_bytes + parse_size(self.activations, whole_bytes=whole_bytes - static_bytes)
 
     def after(self, budget_bytes: int) -> Budget:
-        """Return the budget for other input sizes: what a percentage came to is not taken back for smaller ones."""
+        """Return the budget for other input sizes: a percentage keeps its bytes for smaller ones."""
         return replace(self, at_least_bytes=max(self.at_least_bytes, budget_bytes)) if self.is_share else self
 
     def within(self, budget_bytes: int) -> Budget:
@@ -160,7 +160,7 @@ class Budget(_Group):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Search(_Group, SolveLimits):
-    """How a plan is looked for; a word alone names the solver.
+    """How plans are searched for; a word alone names the solver.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ class Search(_Group, SolveLimits):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Offload(_Group):
-    """What may wait in the host's memory between forward and backward; True and False stand for all or nothing.
+    """What may be offloaded to the host between forward and backward; True and False stand for all or nothing.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ class Offload(_Group):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Target(_Group):
-    """What a plan is made for, and what says how long operations take there; a word alone names the device.
+    """The device that a plan is for, and the cost model; a word alone names the device.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ OPTIMIZERS = (
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse what is no name, or none that is known, by a UsageError that lists the near ones, and all."""
+    """Raise UsageError for an unknown optimizer, with similar names and all known ones."""
     if not isinstance(name, str):
         raise UsageError(f"the optimizer is given by its name ('adamw'), not as {type(name).__name__}")
     if name not in OPTIMIZERS:
@@ -347,7 +347,7 @@ def chunks_of(fingerprint: Mapping[str, str | int]) -> int:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Runtime(_Group):
-    """What carries a plan out, and how; a word alone names the runtime.
+    """The runtime that carries a plan out; a word alone names it.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ Answer = TypeVar("Answer")
 
 
 def recent(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """Let a function give its last few answers again where its arguments are equal to those of then.
+    """Cache a function's last few results by equal arguments.
 
     It must depend on nothing else, and nobody may change what it is given or gives.
 

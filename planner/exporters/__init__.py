@@ -29,7 +29,7 @@ from planner.plans.reuse import check_match, check_same_step
 
 @runtime_checkable
 class Exporter(Protocol):
-    """What an exporter module's ``EXPORTER`` offers."""
+    """Protocol of an exporter module's ``EXPORTER``."""
 
     name: str
     """What people type."""
@@ -49,7 +49,7 @@ class Exporter(Protocol):
         ...
 
     def place(self, step: ExportStep) -> Placement:
-        """Choose what is to run again; a CannotExpressError if nothing that can be said keeps the budget."""
+        """Choose what to recompute; raise CannotExpressError if nothing expressible keeps the budget."""
         ...
 
     def write(self, placement: Placement, plan: Plan) -> str:
@@ -97,7 +97,7 @@ def carries_exactly(plan: Plan, to: str) -> bool:
 
 
 def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
-    """Put a plan into the words of another framework.
+    """Express a plan for another framework.
 
     Parameters
     ----------

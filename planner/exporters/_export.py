@@ -24,7 +24,7 @@ class Label(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What a framework is told to run again."""
+    """What a framework is told to recompute."""
 
     groups: tuple[tuple[str, ...], ...] = ()
     """Paths of modules; those of one group run again together, as one."""
@@ -43,7 +43,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a way to recompute takes: the whole device's bytes, and time beside the step without recompute."""
+    """Peak of the whole device and added time of a way to recompute."""
 
     peak_bytes: int
     overhead: float
@@ -59,7 +59,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A plan in the words of another framework."""
+    """A plan expressed for another framework."""
 
     target: str
     """Name of the framework."""

@@ -32,7 +32,7 @@ SECONDS_FOR_EACH_OPERATION = 3e-3
 
 @dataclass(frozen=True)
 class Costing:
-    """Costs of a step's operations, and what is to be said of them."""
+    """Costs of a step's operations, and warnings on them."""
 
     costs: tuple[OperationCost, ...]
     cost_model: str
@@ -53,7 +53,7 @@ def cost_step(
     time_limit_seconds: float,
     progress: Progress | None,
 ) -> Costing:
-    """Find out what every operation costs on the device that the plan is for, by asking it where it is here.
+    """Cost every operation on the plan's device, by measuring if that is present.
 
     ``here`` is that device if the model is on it, whose tensors may be fake. ``inputs`` are the shapes of what the step
     is called with, and the limit is for measuring. A profile that was recorded before makes the cost model
@@ -158,7 +158,7 @@ def _not_here(spec: DeviceSpec) -> Iterator[Finding]:
 
 
 def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
-    """Set the loss outside the graph to nothing: no plan could change what it costs."""
+    """Set the cost of the loss outside the graph to zero: no plan changes it."""
     return tuple(OperationCost(seconds=0.0) if index == graph.loss_index else cost for index, cost in enumerate(costs))
 
 

@@ -47,7 +47,7 @@ def _arguments(node: fx.Node) -> list[Tensor]:
 
 
 def _convolution(node: fx.Node, spec: DeviceSpec, *given: Tensor) -> int:
-    """Return as much as it reads and writes: cuDNN's fast kernels want channels last and rearrange what is not.
+    """Return the bytes it reads and writes: cuDNN's fast kernels convert to channels last.
 
     Summing the gradient over all but its channels, for that of a bias, comes after the convolution itself.
     """
@@ -67,7 +67,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 
 def _sum(x: Tensor, dimensions: list[int] | None, spec: DeviceSpec) -> int:
-    """Return what a sum over leading dimensions takes: each of the blocks that share a result leaves its part there.
+    """Return the partial results of a sum over leading dimensions, one from each block that shares a result.
 
     A sum over the dimension that lies closest in memory has few results to share, and takes next to nothing.
     """

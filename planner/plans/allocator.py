@@ -84,7 +84,7 @@ class Allocator:
         self._blocks: dict[int, _Block] = {}
 
     def allocate(self, size_bytes: int) -> int:
-        """Hand out a block; the handle returned frees it, and may come again. A UsageError refuses sizes below 1."""
+        """Allocate a block and return its handle; raise UsageError for sizes below 1."""
         if size_bytes <= 0:
             raise UsageError(f"cannot allocate {size_bytes} bytes")
         rounded_bytes = round_up(size_bytes, MIN_BLOCK_BYTES)
@@ -100,7 +100,7 @@ class Allocator:
         return block.address
 
     def free(self, handle: int) -> None:
-        """Take a block back and join it with free neighbours; a UsageError refuses a handle of no block handed out."""
+        """Free a block and merge it with free neighbours; raise UsageError for an unknown handle."""
         block = self._blocks.get(handle)
         if block is None or block.is_free:
             raise UsageError(f"no block is handed out as {handle}")
@@ -217,7 +217,7 @@ def simulate_reserved(
 
 
 def _holding(resident_bytes: Iterable[int], *, expandable: bool) -> Allocator:
-    """Return a new allocator that has handed out what is resident."""
+    """Return a new allocator with the resident memory allocated."""
     allocator = ExpandableAllocator() if expandable else Allocator()
     for size_bytes in resident_bytes:
         if size_bytes:
@@ -228,7 +228,7 @@ def _holding(resident_bytes: Iterable[int], *, expandable: bool) -> Allocator:
 def _run(
     allocator: Allocator, blocks: Iterable[tuple[int, int, int]], workspaces_bytes: Sequence[int], *, times: int = 1
 ) -> None:
-    """Hand out blocks, each of a size and there from one position to another, with a workspace at each position."""
+    """Allocate and free blocks by their lifetimes in positions, with a workspace at each position."""
     born: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     died: defaultdict[int, list[int]] = defaultdict(list)
     for number, (size_bytes, first, last) in enumerate(blocks):
@@ -258,7 +258,7 @@ OPTIMIZER_STEP = "the optimizer's step"
 
 
 def optimizer_peak_bytes(graph: TrainingGraph, static_memory: StaticMemory) -> int:
-    """Return what the device holds while the optimizer steps: gradients and outputs, and its temporaries.
+    """Return the bytes live during the optimizer's step: resident memory, gradients, outputs and temporaries.
 
     Gradients that are accumulated into are resident already, so those of the step are gone by then.
     """
@@ -268,7 +268,7 @@ def optimizer_peak_bytes(graph: TrainingGraph, static_memory: StaticMemory) -> i
 
 
 def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: StaticMemory) -> ReservedMemory | None:
-    """Predict what CUDA's caching allocator takes from the device; None where there is none."""
+    """Predict the bytes that CUDA's caching allocator reserves; None for other devices."""
     if not static_memory.has_caching_allocator:
         return None
     found = simulate_reserved(
@@ -308,7 +308,7 @@ def reserve_warnings(
 
 
 def whole_peak_bytes(problem: Problem, schedule: Schedule, static_memory: StaticMemory) -> int:
-    """Return what the whole device holds at most under a schedule, as its allocator counts it."""
+    """Return the peak bytes of the whole device under a schedule, as its allocator counts them."""
     static_bytes = problem.graph.static_bytes
     asked_bytes = problem.evaluate(schedule).peak_bytes + problem.graph.total_static_bytes
     reserved = reserved_by_cuda(problem, schedule, static_memory)

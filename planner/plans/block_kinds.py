@@ -23,7 +23,7 @@ Kind = frozenset[tuple[int, tuple[int, ...]]]
 
 
 def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS) -> Schedule:
-    """Return a schedule that asks of equal blocks one of a few things, as far as the step then keeps its budget.
+    """Return a schedule with few different recompute sets among equal blocks, as far as the budget allows.
 
     The kind that fewest blocks have gives way first: all of these take another of the kinds at hand, that with which
     the step takes least time. A kind that none can take the place of stays. Takes as many simulations as there are
@@ -51,7 +51,7 @@ def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS)
 
 @dataclass(frozen=True)
 class _Block:
-    """A block's operations, and what it asks of them."""
+    """A block's operations, and its recompute set."""
 
     operations: list[int]
     family: tuple[str, ...]
@@ -61,7 +61,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a step, and what is recomputed outside of them."""
+    """The blocks of a step, and the recompute set outside of them."""
 
     graph: TrainingGraph
     blocks: Sequence[_Block]
@@ -69,7 +69,7 @@ class _Blocks:
 
     @classmethod
     def of(cls, graph: TrainingGraph, schedule: Schedule) -> _Blocks:
-        """Read what a schedule asks of each block."""
+        """Read the recompute set of each block off a schedule."""
         inside: dict[str, list[int]] = {}
         for index, operation in enumerate(graph.operations):
             if operation.region:
@@ -94,7 +94,7 @@ class _Blocks:
         return cls(graph, blocks, others)
 
     def kinds(self, family: Sequence[str]) -> list[Kind]:
-        """Return the kinds of equal blocks, those first that most of them have."""
+        """Return the different recompute sets of equal blocks, the most frequent first."""
         counted = Counter(block.kind for block in self.blocks if block.family == family)
         return [kind for kind, _ in counted.most_common()]
 
@@ -116,7 +116,7 @@ class _Blocks:
         return replace(self, blocks=changed)
 
     def schedule(self) -> Schedule:
-        """Return the schedule that does what is asked."""
+        """Return the schedule of these recompute sets."""
         before = dict(self.others)
         for block in self.blocks:
             for index, again in block.kind:

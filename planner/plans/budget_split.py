@@ -69,7 +69,7 @@ class Call:
 
     @property
     def left_after_bytes(self) -> int:
-        """What all later calls leave behind."""
+        """Bytes that all later calls leave live."""
         return max((c.own_bytes + c.left_bytes + c.left_after_bytes for c in self.after.values()), default=0)
 
     def kept_bytes(self, fraction: float) -> int:
@@ -78,12 +78,12 @@ class Call:
 
 
 def least_bytes(first: Iterable[Call]) -> int:
-    """Return the most that is held at any time if every call holds the least that is known."""
+    """Return the peak bytes if every call holds the least that is known."""
     return max((held(0.0) for held in _moments(first)), default=0)
 
 
 def fraction_that_fits(first: Iterable[Call], free_bytes: int) -> float:
-    """Return the largest fraction, from 0 to 1, with which so many bytes suffice at all times."""
+    """Return the largest fraction, from 0 to 1, that keeps so many bytes at all times."""
     fraction = 1.0
     for held in _moments(first):
         least, most = held(0.0), held(1.0)

@@ -30,7 +30,7 @@ class Evaluated:
 
     @property
     def overhead(self) -> float:
-        """What it adds, over the step."""
+        """Added time as a share of the step."""
         return self.added_seconds / (self.step_seconds or 1.0)
 
 
@@ -42,7 +42,7 @@ def evaluate(
     evaluation: Evaluation | None = None,
     optimizer_peak_bytes: int = 0,
 ) -> Evaluated:
-    """Say what a schedule comes to, by its simulation if that is at hand; the problem's budget decides nothing.
+    """Evaluate a schedule for a table, by its simulation if given; the problem's budget is ignored.
 
     What the device holds during the optimizer's own step may count too.
     """
@@ -58,7 +58,7 @@ def evaluate(
 
 
 def cheapest_within(budget_bytes: int, found: Iterable[Evaluated]) -> Evaluated | None:
-    """Return the cheapest that keeps a budget for the whole device: each does so from its own peak on."""
+    """Return the cheapest whose peak is within a budget for the whole device."""
     fitting = (one for one in found if one.peak_bytes <= budget_bytes)
     return min(fitting, key=lambda one: (one.added_seconds, one.peak_bytes), default=None)
 
@@ -83,7 +83,7 @@ def regions_of_blocks(problem: Problem) -> tuple[Region, ...]:
 
 
 def baseline_rows(problem: Problem, own: Problem, solution: Solution) -> Iterator[ComparisonRow]:
-    """Set a solution, the last row, beside no recompute, every layer, every second layer, and two simple solvers.
+    """Compare a solution, the last row, with no recompute, every layer, every second layer, and two simple solvers.
 
     The solution is of its ``own`` problem, whose operations may be in another order. Where modules are chosen, those
     solvers are left out. What does not exist is there with the reason.
@@ -123,7 +123,7 @@ def _baseline(problem: Problem, name: str, schedule: Schedule, seconds: float) -
 
 
 def _solver_row(problem: Problem, name: str, solver: str) -> ComparisonRow:
-    """Return what a simple solver does at the budget, or if it cannot keep that, the least that it can do."""
+    """Return a simple solver's plan at the budget, or at its smallest budget if it cannot keep that."""
     from planner.solvers import solve
 
     try:

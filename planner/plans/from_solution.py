@@ -41,7 +41,7 @@ def plan_from_solution(
     compare: bool = True,
     limits: SolveLimits | None = None,
 ) -> Plan:
-    """Write out a solution as a plan; its claim is held against the simulator once more.
+    """Convert a solution to a plan; its claim is simulated once more.
 
     Without ``compare`` there are no baselines and no details of the step and its values, and the plan's own peak stands
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
@@ -100,7 +100,7 @@ def plan_from_solution(
 
 
 def _compared(captured: Problem, problem: Problem, solution: Solution, evaluation: Evaluation) -> dict[str, Any]:
-    """Return what a report shows beside a plan, by field."""
+    """Return the comparisons that a report shows beside a plan, by field."""
     return {
         "baselines": tuple(baseline_rows(captured.without_policy(), problem.without_policy(), solution)),
         "details": step_details(captured, problem, solution.schedule, evaluation),
@@ -109,7 +109,7 @@ def _compared(captured: Problem, problem: Problem, solution: Solution, evaluatio
 
 
 def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, limits: SolveLimits) -> Plan:
-    """Return a plan for a problem that was made without comparison with what it then lacks; nothing is solved again."""
+    """Add the comparisons to a plan that was made without them, without solving again."""
     schedule = plan.schedule_for(problem.graph)
     solution = Solution.simulated(
         problem.evaluate(schedule), schedule, plan.solver, lower_bound_seconds=plan.lower_bound_seconds
@@ -129,7 +129,7 @@ def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, l
 def _warnings(
     problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits, smallest_bytes: int | None
 ) -> Iterator[Finding]:
-    """Look for what limits a plan, of which this is the simulation; see :func:`price_finding`."""
+    """Return the warnings on a simulated plan; see :func:`price_finding`."""
     if (policy := policy_finding(problem)) is not None:
         yield policy
     if evaluation.added_seconds <= 0:
@@ -143,7 +143,7 @@ def _warnings(
 
 
 def _decisions(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Write out what runs again before each operation, whichever operations are one with others."""
+    """Return the recomputations before each operation, in single operations."""
     operations = graph.operations
     return {
         operations[at].key: tuple(key for index in again for key in operations[index].keys)
@@ -177,7 +177,7 @@ _WORTH_SAYING = 0.005
 
 
 def price_finding(problem: Problem, evaluation: Evaluation, smallest_bytes: int | None) -> Finding | None:
-    """Say that a plan, of which this is the simulation, costs more than the step without it; None if it does not.
+    """Warn of a simulated plan that more than doubles the step; None if it does not.
 
     ``smallest_bytes`` is the smallest budget of the whole device for which a plan is known, if that was asked for.
     """
@@ -199,7 +199,7 @@ def price_finding(problem: Problem, evaluation: Evaluation, smallest_bytes: int 
 
 
 def gap_finding(problem: Problem, solution: Solution, evaluation: Evaluation, limits: SolveLimits) -> Finding | None:
-    """Say how far a solution, of which this is the simulation, is from its bound; None if it is near."""
+    """Warn of a simulated solution that is far from its bound; None if it is near."""
     step_seconds = max(problem.baseline.seconds, 1e-12)
     gap_seconds = evaluation.added_seconds - solution.lower_bound_seconds
     if gap_seconds < _WORTH_SAYING * step_seconds or solution.lower_bound_seconds <= 0:

@@ -31,7 +31,7 @@ _MOST_ROWS = 40
 def alive_at(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, position: int
 ) -> Iterator[AliveTensors]:
-    """Return one by one what is there at a position of a schedule, as the simulator counts it.
+    """Yield the tensors that are live at a position of a schedule, as the simulator counts them.
 
     That is each copy of a value, of a kind that :func:`anatomy_of_peak` has; ``workspace`` for the run that needs it;
     and ``random state`` from the first to the last run of what is recomputed. O(runs x (inputs + outputs)).
@@ -68,7 +68,7 @@ def alive_at(
 
 
 def _alive(operation: Operation, kind: str, size_bytes: int, key: str = "") -> AliveTensors:
-    """Describe what an operation made; of several that are one, the one of this key."""
+    """Describe a live output of an operation; of joined operations, of the one with this key."""
     module, target = operation.module, operation.target
     if key and key != operation.key:
         module, target = named_by(key)
@@ -85,7 +85,7 @@ def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
 
 
 def joined(alive: Iterable[AliveTensors]) -> tuple[AliveTensors, ...]:
-    """Join what one operation makes in equal layers to one row; the largest come first."""
+    """Merge rows of equal layers; the largest come first."""
     groups: defaultdict[tuple[str, str, str, str], list[AliveTensors]] = defaultdict(list)
     for one in alive:
         if one.size_bytes:
@@ -120,7 +120,7 @@ def _joined(modules: list[str]) -> str:
 def anatomy_of_peak(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, evaluation: Evaluation
 ) -> dict[str, int]:
-    """Say what is alive at the peak, by kind; it adds up to the peak on the whole device exactly.
+    """Return the bytes alive at the peak, by kind; they add up to the peak of the whole device.
 
     Kinds are those of ``graph.static_bytes``; ``gradients``, ``outputs``, ``tangents``, ``autocast weight copies`` and
     ``other micro-batches``; ``saved activations`` (the forward's copies that the backward waits for), ``forward
@@ -134,7 +134,7 @@ def anatomy_of_peak(
 
 
 def locate_peak(graph: TrainingGraph, schedule: Schedule, evaluation: Evaluation) -> PeakLocation:
-    """Say which operation is under way at the peak."""
+    """Locate the operation that runs at the peak."""
     if not schedule.order:
         return PeakLocation(operation="")
     position = evaluation.peak_position
@@ -175,7 +175,7 @@ def saved_bytes_by_layer(graph: TrainingGraph, layers: Layers, schedule: Schedul
 def placement(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, layers: Layers
 ) -> tuple[LayerPlacement, ...]:
-    """Say for each layer, in forward order, what is saved, what is freed, and what that adds to the step.
+    """Return, by layer in forward order, bytes saved and freed, and the time that recompute adds.
 
     Freed bytes are those that the step without recompute saves and this schedule does not; they are negative where a
     boundary is held only to recompute from it.

@@ -22,7 +22,7 @@ from planner.solving.peak_bounds import lowest_peak, proven_lowest
 
 
 def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
-    """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
+    """Return the error of a budget that resident memory, or the optimizer's step, exceeds."""
     floor = lowest_peak(problem)
     lowest_bytes, operation, lowest = floor.found_peak_bytes, floor.found_operation, None
     found = [known] if (known := lowest_plan_known(problem, search)) is not None else []
@@ -49,7 +49,7 @@ def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0)
 def no_plan_fits(
     problem: Problem, error: InfeasibleBudgetError, search: Search, origin: PlanOrigin, static_memory: StaticMemory
 ) -> NoPlanFitsError:
-    """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
+    """Return the error with a feasible budget of the whole device, what limits it, and whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
     proven_bytes = min(map(proven_lowest, in_orders_tried(replace(problem, graph=nothing_unread(graph)))))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes

@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedValue:
-    """A value that waits in the host's memory, which an operation of this key makes as one of its outputs.
+    """An offloaded value: an output of the operation with this key.
 
     Right before one run it is freed on the device, right before each of others it is taken there again.
     """
@@ -72,7 +72,7 @@ class Offloading:
 
 
 def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:
-    """Write out what a schedule offloads; None where nothing could be."""
+    """Return the offloads of a schedule; None if nothing could be offloaded."""
     host, graph = problem.host, problem.graph
     if host is None:
         return None

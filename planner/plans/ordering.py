@@ -32,7 +32,7 @@ Outcome = Solution | InfeasibleBudgetError
 
 
 def solved_in_best_order(problem: Problem, search: Search, solve: Solve) -> Solution:
-    """Solve a problem in its own order, and in another one if that promises more; the schedule may be of either.
+    """Solve a problem in its own order, and in a promising other one; the schedule may be of either.
 
     The bound is of plans in the order of the schedule. An InfeasibleBudgetError says that no plan was found in any.
     """
@@ -66,7 +66,7 @@ def in_orders_tried(problem: Problem) -> tuple[Problem, ...]:
 
 
 def _other_order(problem: Problem, search: Search) -> Order | None:
-    """Return the order that is worth a try; None where there is none, or only what was asked for may be."""
+    """Return the promising other order; None if there is none, or if the solver is given."""
     if search.solver != AutoSolver.name or problem.baseline.peak_bytes <= problem.budget_bytes:
         return None
     return _promising(problem)
@@ -144,7 +144,7 @@ def smallest_budgets(
 def _smallest(
     problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory
 ) -> tuple[int, int]:
-    """Return the smallest budget of the whole device that is known to do, and what no plan needs less than, or 0.
+    """Return the smallest known feasible budget of the whole device, and a proven lower bound on it, or 0.
 
     A plan's own schedule is among those that are known.
     """
@@ -168,5 +168,5 @@ def _smallest(
 
 
 def lowest_plan_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
-    """Return the lowest plan that was ever found; what is deterministic depends on nothing that was found before."""
+    """Return the plan of the lowest peak ever found; a deterministic search ignores earlier ones."""
     return lowest_known.find(problem) if not limits.deterministic and lowest_known.applies_to(problem) else None

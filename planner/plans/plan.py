@@ -30,7 +30,7 @@ SCHEMA = 1
 
 
 def header(of: Any) -> dict[str, Any]:
-    """Return what every report begins with: what the step is of, and what it needs without recompute."""
+    """Return the head of every report: model, device, and the step without recompute."""
     return {
         "schema": SCHEMA,
         **attributes(of, "model", "torch", "device", "cost_model"),
@@ -47,7 +47,7 @@ OWN = "this plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakLocation:
-    """Where in the step the peak stands.
+    """Where in the step the peak is.
 
     An operator, as ``"aten.mm.default"``; the path of its module, ``""`` for the model itself; ``file:line`` of the
     user's code, ``""`` if unknown; the phase, ``"recompute"`` for a run after the first.
@@ -93,7 +93,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """A way to train the step, beside others: a baseline of a plan, a strategy, a present set-up.
+    """A way to train the step in a comparison: a baseline, a strategy, a present set-up.
 
     If there is no such schedule, peak and overhead are None, and there is a reason. ``seconds`` is the time to find it,
     ``fits`` whether it keeps the budget that was asked about. Beside it may stand the best plan that is known for its
@@ -113,20 +113,20 @@ class ComparisonRow:
 
     @property
     def excess(self) -> float | None:
-        """What it pays more than the best plan."""
+        """Overhead beyond that of the best plan."""
         known = self.best_overhead is not None and self.overhead is not None
         return self.overhead - self.best_overhead if known else None  # type: ignore[operator]
 
     @property
     def gap(self) -> float | None:
-        """What it pays more than the lower bound."""
+        """Overhead beyond the lower bound."""
         known = self.lower_bound_overhead is not None and self.overhead is not None
         return self.overhead - self.lower_bound_overhead if known else None  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerStep:
-    """What the model's own step needs, before anything is captured: what people have today.
+    """Bytes and seconds of the model's own eager step.
 
     The peak is of the whole device.
     """
@@ -149,7 +149,7 @@ class ReservedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEager:
-    """What real steps of the model as it is showed, beside those with the plan."""
+    """Measurements of plain eager steps, beside those with the plan."""
 
     peak_bytes: int
     overhead: float = field(metadata={"signed": True})
@@ -160,7 +160,7 @@ class MeasuredEager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What real steps with and without the plan showed."""
+    """Measurements of real steps with and without the plan."""
 
     peak_bytes: int
     baseline_peak_bytes: int
@@ -261,7 +261,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliveTensors:
-    """Tensors of one make that are there at the peak: how many, and how much they hold together.
+    """Equal tensors that are live at the peak: how many, and their bytes together.
 
     Kinds are those of the anatomy of the peak, ``""`` for all that are too small for a row of their own. Modules that
     differ only in numbers are one: ``"transformer.h.0-11.attn"``.
@@ -297,7 +297,7 @@ class StepDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedOrder:
-    """What a plan that runs operations in another order than they were captured in is set beside.
+    """The captured order's figures, beside a plan that runs operations in another order.
 
     ``moved`` operations run earlier or later. ``recompute_seconds`` is what the cheapest plan adds that was found with
     all in their place; None if none was found that fits, or this one recomputes nothing and nobody looked.
@@ -309,7 +309,7 @@ class CapturedOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to keep, what to recompute and what to offload, what that costs, and how good it provably is."""
+    """What to save, recompute and offload, what that costs, and how near it is to the lower bound."""
 
     model: str
     """Name of the model."""

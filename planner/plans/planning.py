@@ -118,7 +118,7 @@ def solved_in_blocks(
     solve: Callable[[Problem], Solution],
     known: Callable[[], Schedule | None] = lambda: None,
 ) -> Solution:
-    """Solve a problem so that the plan's blocks keep its budget; what was proven of it stays proven.
+    """Solve a problem so that the allocator's blocks keep the budget; bounds stay valid.
 
     ``known`` gives a schedule that is taken where none of the solver's does: blocks of two with the same peak differ.
     An InfeasibleBudgetError says that no such plan was found, with the smallest budget that the blocks of one keep.
@@ -156,7 +156,7 @@ def solved_in_blocks(
 
 
 def _bounded_by(first: Solution, solution: Solution) -> Solution:
-    """Return a solution with what was proven of the budget itself: for less, more may be proven."""
+    """Return a solution with the bound of the budget itself: a smaller budget may have a larger one."""
     return replace(solution, lower_bound_seconds=min(first.lower_bound_seconds, solution.added_seconds))
 
 
@@ -177,7 +177,7 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
 
 
 def _solved(problem: Problem, search: Search) -> Solution:
-    """Return the solution that was found before, or search for one and keep it."""
+    """Return the cached solution, or search for one and cache it."""
     if problem.decisions.moves:
         return solved_by_policy(problem, lambda asked: _solved(asked, search))
     if problem.regions is not None:  # what is kept does not say which regions were chosen
@@ -191,7 +191,7 @@ def _solved(problem: Problem, search: Search) -> Solution:
 
 
 def _searched(problem: Problem, search: Search) -> Solution:
-    """Search for a solution; the lowest plan that was ever found for the step is one, where it keeps the budget.
+    """Search for a solution, starting from the plan of the lowest known peak if it keeps the budget.
 
     Without it a budget that one search found feasible could be refused by the next.
     """

@@ -41,7 +41,7 @@ def solved_by_policy(problem: Problem, solve: Callable[[Problem], Solution]) -> 
 
 
 def policy_finding(problem: Problem) -> Finding | None:
-    """Say what a policy decided, and what it wants that cannot be; None where it decided nothing."""
+    """Report what a policy decided, and what of that is impossible; None if it decided nothing."""
     decisions = problem.decisions
     counts = {"saved": decisions.save, "recomputed": decisions.recompute, "offloaded": decisions.offload}
     decided = ", ".join(f"{len(operations)} {word}" for word, operations in counts.items() if operations)
@@ -60,7 +60,7 @@ def policy_finding(problem: Problem) -> Finding | None:
 
 
 def decided_operations(problem: Problem) -> str:
-    """Name the operations that a policy decided, those with the largest results first, for an error."""
+    """Name the operations that a policy decided, the largest outputs first, for an error."""
     graph, decisions = problem.graph, problem.decisions
     largest = sorted(
         decisions.save | decisions.recompute | decisions.offload,
@@ -72,7 +72,7 @@ def decided_operations(problem: Problem) -> str:
 
 
 class PolicyReduction:
-    """A problem without the decided values: an operation of the backward makes each of them once more.
+    """A problem without the decided values: the backward provides each of them once more.
 
     Right before its first reader after the loss, an operation that is to be recomputed has a copy in ``problem``,
     which costs the same; a value that is offloaded is made there by a fetch, which costs nothing and runs once. So
@@ -129,7 +129,7 @@ class PolicyReduction:
         self.stands_for.append(stands_for)
 
     def _provide(self, value: int) -> None:
-        """Make a decided value, and first the decided values that it is made of, for the backward."""
+        """Provide a decided value for the backward, after the decided values that it is computed from."""
         graph, waiting = self.real.graph, [value]
         while waiting:
             value = waiting[-1]
@@ -175,7 +175,7 @@ class PolicyReduction:
         self._add(again, self.real.costs[maker], maker)
 
     def invert(self, solution: Solution) -> Solution:
-        """Return a solution of ``problem`` as one of the real problem, with what it really takes."""
+        """Translate a solution of ``problem`` into one of the real problem, with its real cost."""
         schedule = Schedule(tuple(self._order(solution.schedule)), tuple(self._offloads(solution.schedule)))
         evaluation = self.real.evaluate(schedule)
         bound = solution.lower_bound_seconds + self.added_seconds
@@ -186,7 +186,7 @@ class PolicyReduction:
         return (self.stands_for[index] for index in schedule.order if self.stands_for[index] >= 0)
 
     def _offloads(self, schedule: Schedule) -> Iterator[Offload]:
-        """Give each fetched value its way: it leaves after its last use in the forward, and returns before its next."""
+        """Offload each fetched value after its last use in the forward, until before its next."""
         last_use: dict[int, int] = {}
         fetched: dict[int, int] = {}
         position = 0

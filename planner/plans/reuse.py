@@ -69,7 +69,7 @@ def take_over(
     asked_for: bool = False,
     even_unneeded: bool = False,
 ) -> Plan | None:
-    """Carry a plan over to a step whose operations have the same keys, if it keeps the budgets there.
+    """Reuse a plan for a step whose operations have the same keys, if it keeps the budgets there.
 
     One that recomputes what the budget leaves room for is not, unless it is of this very graph and asked for: its
     budget may have been kept by compiled code, which can need more than the graph. Or unless it is wanted
@@ -119,12 +119,12 @@ def take_over(
 
 
 def is_reused(plan: Plan) -> bool:
-    """Whether a plan was solved for another step than its own, of other sizes say."""
+    """Whether a plan was solved for another step, such as one of other sizes."""
     return plan.solver.endswith(_REUSED)
 
 
 def as_planned(around: StaticMemory, plan: Plan) -> StaticMemory:
-    """Return static_memory as a plan has them; what is there because of the model itself stays as it is."""
+    """Return the static memory that a plan was made with, with the model's own memory as it is now."""
     of_model = {kind: size_bytes for kind, size_bytes in around.static_bytes.items() if kind in OF_THE_MODEL}
     beside = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind not in OF_THE_MODEL}
     shards = int(plan.fingerprint.get(SHARDS, 1))

@@ -55,7 +55,7 @@ def over_time(problem: Problem, schedule: Schedule) -> StepDetails:
 
 
 def _one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
-    """Say what a GiB more would buy, if anything is added to the step now: this schedule's overhead at most."""
+    """Estimate the overhead with 1 GiB more, if there is any now: at most that of this schedule."""
     if problem.regions is not None or overhead_seconds <= 0 or problem.baseline.seconds <= 0:
         return None
     larger = replace(problem, budget_bytes=problem.budget_bytes + _GIB)

@@ -63,7 +63,7 @@ class ValueRow:
 
     @property
     def dropped(self) -> bool:
-        """Whether it must be made again for the backward."""
+        """Whether it is recomputed for the backward."""
         return self.needed and not self.kept and not self.offloaded
 
     @property
@@ -83,12 +83,12 @@ class ValueTable:
 
 
 def value_table(problem: Problem, schedule: Schedule) -> ValueTable | None:
-    """Say what a schedule does with each value; None if the step runs nothing. O(values x runs) at worst."""
+    """Tabulate what a schedule does with each value; None for an empty step. O(values x runs) at worst."""
     return _Table(problem, schedule).table() if schedule.order else None
 
 
 class _Table:
-    """Follows a schedule once, and writes the rows down."""
+    """Builds the rows in one pass over a schedule."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.order = problem, schedule.order
@@ -198,7 +198,7 @@ class _Table:
         )
 
     def _idle(self, value: int, kept: bool) -> tuple[int, int]:
-        """Return the positions between which a value lies idle: of two runs, or of a run and the end of the step."""
+        """Return the positions between which a value is idle: two runs, or a run and the end of the step."""
         copies = self.copies[value]
         if not kept:
             return copies[0][-1], copies[1][0]
@@ -212,7 +212,7 @@ class _Table:
         return max(step for step in touched if step < self.turn), late
 
     def _to_drop(self, value: int, position: int) -> dict[int, int] | None:
-        """Return the runs that making a value at a position would add, by operation; None if it is impossible."""
+        """Return the runs that recomputing a value at a position would add, by operation; None if impossible."""
         again: dict[int, int] = {}
         pending = [value]
         while pending:
@@ -226,7 +226,7 @@ class _Table:
         return {index: 1 for index in again if len(self.runs_of[index]) == 1}
 
     def _spent_on(self, producer: int) -> dict[int, int]:
-        """Return the added runs of an operation, and those of others that are for them alone."""
+        """Return the added runs of an operation, and those of others that serve only them."""
         spent = set(self.runs_of[producer][1:])
         pending = list(spent)
         while pending:

@@ -15,7 +15,7 @@ QUICK_SECONDS = 2.0
 
 
 class Shown:
-    """What is being done, and how much of it is; nothing of it is seen before :data:`QUICK_SECONDS`."""
+    """The current work and its progress; hidden for the first :data:`QUICK_SECONDS`."""
 
     def __init__(self, *, as_bar: bool, as_lines: bool) -> None:
         is_terminal = sys.stderr.isatty()
@@ -82,7 +82,7 @@ _current: ContextVar[Shown | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def shown(*, as_bar: bool = True, as_lines: bool = False) -> Iterator[Shown]:
-    """Show on standard error how the work of the block stands: as a bar on a terminal, as lines elsewhere.
+    """Show progress of the block on standard error: a bar on a terminal, lines elsewhere.
 
     Work inside of work that is shown already is part of it.
     """
@@ -99,6 +99,6 @@ def shown(*, as_bar: bool = True, as_lines: bool = False) -> Iterator[Shown]:
 
 
 def tell(line: str) -> None:
-    """Say what is being done, where that is shown."""
+    """Report the current work where progress is shown."""
     if (showing := _current.get()) is not None:
         showing(line)

@@ -56,7 +56,7 @@ def full_parts(plan: Plan) -> Iterator[RenderableType | None]:
 
 
 def _next(plan: Plan) -> Iterator[Text]:
-    """Say how to use the plan, what other budgets give, what to look into, and where there is more."""
+    """Say how to use the plan, what other budgets give, and where to look further."""
     lines = [("use it", f"planner.auto_wrap(model, budget={plan.budget_bytes})")]
     if saved := verdict.order_saves(plan):
         lines.append(("order", saved))

@@ -39,7 +39,7 @@ def bound(plan: Plan) -> str:
 
 
 def order_saves(plan: Plan) -> str:
-    """Say what it saves that operations run in another order than they were captured in; nothing if they do not."""
+    """Say what running operations in another order saves; ``""`` if they run as captured."""
     captured = plan.captured_order
     if captured is None:
         return ""
@@ -96,7 +96,7 @@ def render_offloading(plan: Plan) -> Text | None:
 
 
 def render_trust(plan: Plan) -> Group:
-    """Say what costs, solver and versions the plan stands on."""
+    """Say which costs, solver and versions the plan is based on."""
     return Group(Text("How far to trust it", style="bold"), *map(Text, statements(plan)))
 
 
@@ -131,7 +131,7 @@ def statements(plan: Plan) -> Iterator[str]:
 
 
 def render_measured(plan: Plan) -> Group | None:
-    """Show what was predicted beside what real steps showed, if they have been run."""
+    """Show predictions beside measured steps, if any were run."""
     measured = plan.verification
     if measured is None:
         return None

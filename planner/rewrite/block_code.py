@@ -61,7 +61,7 @@ class _Stretches(Allocations):
             weakref.finalize(storage, self._ended, id(storage))
 
     def reach(self, more_bytes: int) -> None:
-        """Take note that so much more is held for a moment."""
+        """Record a momentary allocation of so many bytes."""
         super().reach(more_bytes)
         self._peaks_bytes[-1] = max(self._peaks_bytes[-1], self.live_bytes + more_bytes)
 

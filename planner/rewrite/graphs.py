@@ -115,7 +115,7 @@ def extract_fwd_bwd(
 
 
 def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
-    """Return the positions of reruns of which nobody reads anything, once BatchNorm's reruns read no statistics.
+    """Return the positions of recomputed operations whose outputs are unused, once BatchNorm's read no statistics.
 
     A schedule runs again what an operation reads. BatchNorm that is run again leaves running statistics alone and does
     not read them, so what only prepares those, as their conversion to another element type, is not needed. If it ran
@@ -240,7 +240,7 @@ class _Emitter:
             self.current.pop(view, None)
 
     def resolve_output(self, node: Any) -> Any:
-        """Return what leaves the graph; AOTAutograd counts on the views that it traced."""
+        """Return the graph's outputs, as the views that AOTAutograd traced."""
         if not isinstance(node, fx.Node):
             return node
         same = self.resolve(node)
@@ -278,7 +278,7 @@ class _Emitter:
         return self.current[node]
 
     def _view(self, node: fx.Node) -> fx.Node:
-        """View what a joint node looks at; of a reshaped one that nobody has made yet it is reshaped at once."""
+        """Emit the view of a joint node; a reshape that has not run yet is emitted as one."""
         if node.target not in _RESHAPES:
             return self.graph.node_copy(node, self.resolve)
         source = node.all_input_nodes[0]
@@ -290,7 +290,7 @@ class _Emitter:
         return self._call(node.meta, aten.view.default, self.resolve(source), node.args[1])
 
     def take(self, node: fx.Node) -> None:
-        """Take a joint node in as an input."""
+        """Make a joint node an input of the graph."""
         name = node.name if node.op == "placeholder" else f"saved_{node.name}"
         self.current[node] = self.taken[node] = self._placeholder(name, node.meta)
 

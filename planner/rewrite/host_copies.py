@@ -41,7 +41,7 @@ def offload(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Let computing wait until a tensor is sent; its memory may be given to others then."""
+    """Make the compute stream wait until a tensor is sent; its memory may then be reused."""
     record = POOL.record(place)
     if record.sent is not None:
         torch.cuda.current_stream(tensor.device).wait_event(record.sent)
@@ -67,7 +67,7 @@ def reload(place: torch.Tensor) -> torch.Tensor:
 
 
 def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Let computing wait until a tensor is fetched."""
+    """Make the compute stream wait until a tensor is fetched."""
     record = POOL.record(place)
     if record.fetched is not None:
         torch.cuda.current_stream(tensor.device).wait_event(record.fetched)
@@ -88,7 +88,7 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 @dataclass(slots=True)
 class _Record:
-    """What is under way at a place, and what the tensor there looks like."""
+    """The transfer in flight at a place, and the layout of its tensor."""
 
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

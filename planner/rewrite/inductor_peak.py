@@ -135,15 +135,15 @@ class Allocations(PeakRecorder):
         self._ran.append((self.live_bytes, signature, most_bytes))
 
     def peak_with(self, known: Mapping[str, int]) -> int:
-        """Return the most bytes that are there at once, where the workspace of some calls is known, by signature."""
+        """Return the peak bytes, given the known workspace of some calls by signature."""
         return max([self.peak_bytes, *self.calls_with(known)])
 
     def calls_with(self, known: Mapping[str, int]) -> list[int]:
-        """Return the bytes that are there at each call that may need workspace."""
+        """Return the live bytes at each call that may need workspace."""
         return [live_bytes + known.get(signature, most_bytes) for live_bytes, signature, most_bytes in self._ran]
 
     def _at_most(self, function: OpOverload, args: Any) -> int:
-        """Say what a call needs that was not tried: what one of the same sizes needs, else any, else the worst."""
+        """Bound the workspace of an untried call: that of one of the same sizes, else of any, else the worst."""
         name = str(function.overloadpacket)
         known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
         return self._workspace.get(next(known, None), 0)

@@ -28,7 +28,7 @@ _REGION_ATTEMPTS = 6
 
 @runtime_checkable
 class Solver(Protocol):
-    """What a solver module's ``SOLVER`` offers.
+    """Protocol of a solver module's ``SOLVER``.
 
     One that solves problems that have regions, and those alone, says so by ``chooses_regions``: that decides, no name.
     """
@@ -43,7 +43,7 @@ class Solver(Protocol):
     """Whether it can offload values where the problem has a host."""
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Propose a schedule within the budget; an InfeasibleBudgetError says that none was found."""
+        """Propose a schedule within the budget; raise InfeasibleBudgetError if none was found."""
         ...
 
 
@@ -62,7 +62,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Solver:
-    """Return a solver by its name; a UsageError says that there is none."""
+    """Return a solver by its name; raise UsageError if there is none."""
     if name in names():
         return _solvers()[name]
     raise unknown("solver", name, names())
@@ -160,7 +160,7 @@ def solve(
 def solved(
     problem: Problem, solver: str | Solver, *, effort: SolveLimits, progress: Progress | None = None
 ) -> Solution:
-    """Solve a problem within limits that are at hand, by a solver or what it is called; see :func:`solve`."""
+    """Solve a problem within given limits, by a solver or its name; see :func:`solve`."""
     chosen = _solver_for(problem, solver)
     started = time.perf_counter()
     if problem.regions is not None:  # what recomputes or keeps anything else is no plan there
@@ -210,7 +210,7 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
 
 
 def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """Put every recomputation that stands outside its region off until the region runs next.
+    """Defer recomputations that run outside their region to the next run of that region.
 
     What would come after its region's last operation is of no use there, and is left out. Operations
     without a region stay where they are. O(operations + runs).
@@ -231,7 +231,7 @@ def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
 
 
 def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
-    """Solve a problem so that recomputations stay in their regions.
+    """Solve a problem with every recomputation inside its region.
 
     Solvers know no regions, and seldom need to: a value is made again right before it is read, by an
     operation of the same region. Where that is not so, putting recomputations off can raise the peak;

@@ -37,7 +37,7 @@ _MOST_BESIDE = 4
 
 
 class AutoSolver:
-    """Whatever does best on this problem; a low plan that is ``known`` is taken where no cheaper one is found."""
+    """Race the other solvers; fall back on a ``known`` plan of low peak if none of them finds a cheaper one."""
 
     name = "auto"
     summary = "keep everything if it fits, else the best of the other solvers"
@@ -48,7 +48,7 @@ class AutoSolver:
         self.known = known
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
+        """Run the solvers until the gap between incumbent and bound is closed, or time is up."""
         tell = progress or (lambda line: None)
         incumbent = Incumbent(problem, lambda line: tell(f"auto: {line}"))
         if self.known is not None:
@@ -57,7 +57,7 @@ class AutoSolver:
         return incumbent.solution()
 
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better an incumbent that may have a neighbour's plan and bound; InfeasibleBudgetError: there is no plan."""
+        """Improve an incumbent that may hold a neighbour's plan; raise InfeasibleBudgetError if there is none."""
         problem = incumbent.problem
         if problem.host is not None:
             offload_search.SOLVER.improve(incumbent, effort=effort)
@@ -86,7 +86,7 @@ class AutoSolver:
 
 
 class _Race:
-    """One solve: how it stands, and who still runs."""
+    """State of one solve: the incumbent, and which solvers still run."""
 
     def __init__(self, incumbent: Incumbent, effort: SolveLimits, tell: Progress) -> None:
         self.incumbent = incumbent
@@ -98,7 +98,7 @@ class _Race:
         self.gap_seconds = max(_ENOUGH, effort.enough) * incumbent.problem.baseline.seconds
 
     def run(self) -> None:
-        """Better the incumbent until time is up; an InfeasibleBudgetError says that there is provably no plan."""
+        """Improve the incumbent until time is up; raise InfeasibleBudgetError if there is provably no plan."""
         if self.effort.deterministic:
             self.prove(_PROOF_SHARE)
             self.look_quickly()
@@ -119,14 +119,14 @@ class _Race:
                 each.result()
 
     def run_beside(self, proven: Event, over: Event, number: int) -> None:
-        """After a head start, look quickly, and anneal until time is up if the gap is open."""
+        """After a head start for the proof, try the quick solver, then anneal until time is up or the gap is closed."""
         proven.wait(min(_HEAD_START_SECONDS, _HEAD_START_SHARE * self.clock.limit_seconds))
         if number == 0:
             self.look_quickly()
         self.anneal(over, proven, number)
 
     def look_quickly(self) -> None:
-        """Take the plan of the solver that needs little time, if there is none at all."""
+        """Take the quick solver's plan if there is no incumbent yet."""
         if self.incumbent.schedule is not None:
             return
         try:
@@ -136,7 +136,7 @@ class _Race:
         self.incumbent.update(found.schedule, found.solver)
 
     def prove(self, share: float = 1.0) -> None:
-        """Run the integer programme; that no plan exists is final, that it found none is not."""
+        """Run the integer programme; only a proof that no plan exists ends the race."""
         try:
             ilp.SOLVER.prove(self.incumbent, effort=self.rest(share), progress=self.tell)
         except SolverUnavailableError as error:
@@ -157,14 +157,14 @@ class _Race:
             search.SOLVER.improve(self.incumbent, effort=effort, is_over=is_over)
 
     def descend(self) -> None:
-        """Look for the plan of the lowest peak, where the budget cannot be kept."""
+        """Search for the plan of the lowest peak if the budget cannot be kept."""
         if self.can_anneal(lambda: False):
             search.SOLVER.descend(self.incumbent, effort=self.rest())
         else:
             self.incumbent.update(lowest_schedule(self.incumbent.problem), AutoSolver.name)
 
     def can_anneal(self, is_over: Callable[[], bool]) -> bool:
-        """Say whether there are kernels, once they are compiled if that is not over or out of time before."""
+        """Wait until the kernels are compiled; False if time was up before, or if they cannot be."""
         try:
             search.SOLVER.require()
         except SolverUnavailableError as error:

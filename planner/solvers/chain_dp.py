@@ -55,7 +55,7 @@ _needed_bytes = itemgetter(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainStage:
-    """What one stage takes; two stages that are equal here are interchangeable."""
+    """Bytes and seconds of one stage; stages with equal figures are interchangeable."""
 
     boundary_bytes: int
     """What it hands to the next stage."""
@@ -78,7 +78,7 @@ class ChainStage:
 
 
 class Chain:
-    """The stages of a problem: each ends after one of some places of its forward, the last one with it.
+    """The stages of a problem: the forward cut at given places.
 
     Values made in the forward are *managed* if a plan may drop them: recomputable, not retained,
     and crossing at most one place. All others stay as long as in the step without recompute.
@@ -125,7 +125,7 @@ class Chain:
                 self.leaves[u] = crossed == 1
 
     def _assign_backward(self) -> None:
-        """Let each backward begin where, for the first time, something of its stage or below is needed."""
+        """Begin each stage's backward at the first operation that reads a value of this stage or of an earlier one."""
         graph = self.problem.graph
         count = len(graph.operations)
         self.starts = [self.turn if k == self.count - 1 else count for k in range(self.count)]
@@ -143,7 +143,7 @@ class Chain:
                 self.starts[lowest] = index
 
     def _measure_load(self) -> None:
-        """Sum up what is not managed: at each operation, and between operations where backwards begin."""
+        """Sum the bytes that the chain does not manage, at each operation and where backwards begin."""
         graph, costs = self.problem.graph, self.problem.costs
         count = len(graph.operations)
         change, between = [0] * (count + 1), [0] * (count + 1)
@@ -194,7 +194,7 @@ class Chain:
         )
 
     def _closure(self, k: int, targets: Collection[int]) -> list[int]:
-        """Return what must run again in a stage to make some of its values from its input."""
+        """Return the operations of a stage to recompute for some of its values, from its input."""
         graph = self.problem.graph
         needed = set(targets)
         runs = []
@@ -205,7 +205,7 @@ class Chain:
         return runs[::-1]
 
     def _peak(self, runs: Sequence[int], kept: Collection[int], load_bytes: Sequence[int], k: int | None = None) -> int:
-        """Return the most bytes of values made by some runs, on top of a load; of stage ``k`` only if given."""
+        """Return the peak bytes of values made by some runs, on top of a load; only those of stage ``k`` if given."""
         graph = self.problem.graph
         last: dict[int, int] = {}
         for index in runs:
@@ -238,7 +238,7 @@ class Chain:
 
 
 class ChainDpSolver:
-    """Persistent schedules of heterogeneous chains, optimal for the chain."""
+    """Optimal persistent schedules of heterogeneous chains."""
 
     name = "chain-dp"
     summary = "dynamic programme over the chain of stages, nested recompute (rotor, Beaumont et al. 2019); seconds"
@@ -274,7 +274,7 @@ class ChainDpSolver:
 
 
 def _search_along(curves: Curves, incumbent: Incumbent) -> None:
-    """Find the point of the whole chain's curve up to which plans simulate within the budget."""
+    """Find, by bisection on the chain's memory, the cheapest plan that simulates within the budget."""
 
     def fits(point: Point) -> bool:
         order = without_useless(incumbent.problem, curves.order(point[0]))
@@ -292,7 +292,7 @@ def _search_along(curves: Curves, incumbent: Incumbent) -> None:
 
 
 def _affordable(problem: Problem, places: Sequence[int]) -> Chain:
-    """Join neighbouring stages until the number of splits to try is within bounds."""
+    """Merge neighbouring stages until the number of splits to try is affordable."""
     step = 1 + len(places) // _MOST_STAGES
     while True:
         chain = Chain(problem, places[step - 1 :: step])
@@ -304,7 +304,7 @@ def _affordable(problem: Problem, places: Sequence[int]) -> Chain:
 
 
 def run_names(chain: Chain) -> list[list[int]]:
-    """Return numbers of runs of stages, equal ones alike: ``names[s][t - s]`` is that of stages s to t.
+    """Return numbers of the sequences of stages, equal ones alike: ``names[s][t - s]`` is that of stages s to t.
 
     Runs that end with the last stage are apart, since their forward is the step's first and costs nothing.
     """
@@ -322,7 +322,7 @@ def run_names(chain: Chain) -> list[list[int]]:
 
 
 class Curves:
-    """For each run of stages, the least recompute for every amount of memory.
+    """For each sequence of stages, the least recompute time for every amount of memory.
 
     The input of a run is held and not counted, nor is what others keep. Curves are exact step
     functions of bytes, thinned to a fixed number of points.
@@ -344,11 +344,11 @@ class Curves:
         return self.points[self.names[s][t - s]]
 
     def _shift_bytes(self, s: int, t: int) -> int:
-        """Return how much more stands when the backward of stage s begins than at that of t."""
+        """Return how many more bytes are live when the backward of stage s begins than when that of t does."""
         return self.chain.standing_bytes[s] - self.chain.standing_bytes[t]
 
     def _solve(self, s: int, t: int) -> list[Point]:
-        """Try to save the first stage, and to restart from the input of every later one."""
+        """Try saving the first stage whole, and restarting from the input of every later one."""
         chain, stage = self.chain, self.chain.stages[s]
         first = t == chain.count - 1  # then these are the step's own first runs, which cost nothing
         backward_bytes = stage.backward_bytes + self._shift_bytes(s, t)
@@ -423,7 +423,7 @@ def _both(one: Steps, other: Steps, least_bytes: int, limit_bytes: int, seconds:
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """Leave the points that no other beats, and of those about ``_MOST_POINTS``, the ends among them."""
+    """Keep the Pareto-optimal points, thinned to about ``_MOST_POINTS``, both ends included."""
     points.sort()
     front: list[Point] = []
     for point in points:

@@ -9,7 +9,7 @@ from planner.solving.modules.ilp import NAME, Chooser, cheapest, variants_of
 
 
 def lowest_choice(problem: Problem, clock: Clock) -> Schedule:
-    """Return the choice of a problem's regions with the lowest peak that is found."""
+    """Return the choice of regions with the lowest peak found."""
     assert problem.regions is not None
     chooser = Chooser(problem, variants_of(problem.regions, problem.graph, problem.costs), clock)
     return chooser.schedule(chooser.lowest())
@@ -25,7 +25,7 @@ class CheckpointSolver:
     chooses_regions = True
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Return the variants to run regions again that add least to the step."""
+        """Return the variants of checkpointed regions that add the least time to the step."""
         assert problem.regions is not None
         return cheapest(problem, problem.regions, effort.clock(), progress)
 

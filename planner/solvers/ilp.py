@@ -79,7 +79,7 @@ class IlpSolver:
         return incumbent.solution()
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better an incumbent beside others; an InfeasibleBudgetError says that there is no plan, and if proven."""
+        """Improve an incumbent shared with other solvers; raise InfeasibleBudgetError if there is no plan."""
         _StepCutSearch(incumbent, effort, progress or (lambda line: None), is_alone=False).run()
 
 
@@ -91,12 +91,12 @@ class _Rows:
     budgets: BudgetRows
 
     def add_broken(self, columns: Sequence[float]) -> int:
-        """Add some to the model; return how many."""
+        """Add violated rows to the model; return how many."""
         return self.paths.add_broken(columns) + self.budgets.add_broken(columns)
 
 
 class _StepCutSearch:
-    """One solve: how it stands, and how much time is left."""
+    """State of one solve: incumbent, cuts, rows, and the time left."""
 
     def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress, *, is_alone: bool) -> None:
         self.incumbent = incumbent
@@ -125,7 +125,7 @@ class _StepCutSearch:
             raise self.incumbent.infeasible()
 
     def is_over(self, share: float = 1.0) -> bool:
-        """Say whether a share of the time is used up, or plan and bound are as near as they need be by now."""
+        """Whether a share of the time is used up, or the gap is small enough by now."""
         step_seconds = self.problem.baseline.seconds
         if self.clock.left(share) <= 0 or self.incumbent.lower_bound_seconds > _HOPELESS * step_seconds:
             return True
@@ -151,7 +151,7 @@ class _StepCutSearch:
         return cuts
 
     def decide(self, cuts: list[Cut]) -> None:
-        """Solve whole programmes, and add the cuts that the schedule of each calls for."""
+        """Solve integer programmes, and add the cuts at which their schedules exceed the budget."""
         while not self.is_over():
             found = self.whole(cuts, 1.0)
             if found is None:
@@ -169,13 +169,13 @@ class _StepCutSearch:
             cuts = more or cuts
 
     def use_exact_problem(self) -> None:
-        """Let programmes be about the smallest values, too; what was decided and added without them goes."""
+        """Include the smallest values in programmes from now on, and drop cuts and rows found without them."""
         self.reduced, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
 
     def carried_out(
         self, cuts: list[Cut], model: Model, columns: Sequence[float]
     ) -> tuple[Schedule, list[int], Evaluation]:
-        """Carry a solution out, and offer it, repaired if it is worth that."""
+        """Turn a solution into a schedule and offer it, repaired first if it could be worth that."""
         problem, incumbent = self.problem, self.incumbent
         schedule, segment = carry_out(self.reduced, cuts, model, columns)
         evaluation = problem.evaluate(schedule)
@@ -191,7 +191,7 @@ class _StepCutSearch:
 
     @property
     def best_so_far(self) -> str:
-        """What people are told of the incumbent."""
+        """Describe the incumbent for progress messages."""
         if self.incumbent.schedule is None:
             return "no plan found yet"
         return f"the best plan adds {self.incumbent.added_seconds:.6g} s"
@@ -216,7 +216,7 @@ class _StepCutSearch:
         return model, answer
 
     def model(self, cuts: list[Cut]) -> tuple[Model, _Rows]:
-        """Write a programme down, with the rows that mattered last."""
+        """Build a programme, with the rows that were binding last."""
         model = build(self.reduced, cuts)
         if model is None:
             raise self.incumbent.infeasible(proven=True)
@@ -230,7 +230,7 @@ class _StepCutSearch:
         return answer
 
     def whole(self, cuts: list[Cut], share: float) -> tuple[Model, list[float]] | None:
-        """Look for the optimum of whole solutions until time is over, or plan and bound are near enough."""
+        """Branch and bound until time is up, or the gap is small enough."""
         self.relaxed(cuts, share)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
         relaxation = relaxed(model)
@@ -258,15 +258,15 @@ class _StepCutSearch:
 
     @property
     def cutoff(self) -> float:
-        """What the best plan costs, in the unit of programmes."""
+        """Cost of the incumbent, in the programmes' unit."""
         return self.incumbent.added_seconds / self.scale
 
     def offer(self, order: Sequence[int]) -> None:
-        """Offer a schedule without the reruns that nobody needs."""
+        """Offer a schedule without recomputations whose outputs are unused."""
         self.incumbent.update(Schedule(tuple(without_useless(self.problem, order))), IlpSolver.name)
 
     def mend(self, order: Sequence[int]) -> None:
-        """Bring a schedule under the budget by local search, in a share of the time."""
+        """Repair a schedule that exceeds the budget by local search, in a share of the time."""
         is_all = self.is_alone and self.incumbent.schedule is None
         clock = self.clock if is_all else self.clock.part(_MENDED_SHARE)
         order, peak_bytes = lower_peak(self.problem, order, clock)
@@ -275,7 +275,7 @@ class _StepCutSearch:
         self.offer(order)
 
     def cuts_of_shares(self, cuts: list[Cut], model: Model, columns: Sequence[float]) -> list[Cut] | None:
-        """Add cuts where a relaxed solution is furthest over the budget between two of them; None if it is nowhere."""
+        """Add cuts where a relaxed solution exceeds the budget most between two cuts; None if it exceeds it nowhere."""
         self.clock.work(_SHARES_SECONDS_PER_VALUE * len(cuts) * len(self.reduced.graph.values))
         most_bytes = (1.0 + _OVER) * self.problem.budget_bytes
         worst: list[tuple[float, int]] = []
@@ -285,7 +285,7 @@ class _StepCutSearch:
         return self.with_worst(cuts, worst)
 
     def with_worst(self, cuts: list[Cut], worst: list[tuple[float, int]]) -> list[Cut] | None:
-        """Add cuts at the steps where most bytes are; None if there is no step."""
+        """Add cuts at the steps with the most live bytes; None if there is no step."""
         worst = sorted(worst, reverse=True)[:_CUTS_AT_ONCE]
         return sorted([*cuts, *(Cut(step) for _, step in worst)], key=lambda cut: cut.step) if worst else None
 

@@ -49,7 +49,7 @@ _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 
 
 class OffloadSearchSolver:
-    """Recompute and offload, decided together."""
+    """Decide recompute and offload together."""
 
     name = "offload_search"
     summary = "keep, recompute or offload each value, with a bound on all such plans"
@@ -69,7 +69,7 @@ class OffloadSearchSolver:
         return incumbent.solution()
 
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
-        """Better an incumbent of a problem with a host; a HostBudgetError says that more of its memory would do."""
+        """Improve an incumbent of a problem with a host; raise HostBudgetError if more host memory would help."""
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
             _OffloadSearch(incumbent, effort).run()
@@ -120,7 +120,7 @@ class _OffloadSearch:
         return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
 
     def choose(self, step: int) -> tuple[float, frozenset[int]]:
-        """Solve a cut's programme, keep its bound, and give it with the values away; with none there is no plan."""
+        """Solve a cut's programme and keep its bound; return the offloaded values, or None if there is no plan."""
         cut = build(self.problem, step)
         answer = self.solved(cut) if cut is not None else None
         if cut is None or answer is None or answer.infeasible:
@@ -136,7 +136,7 @@ class _OffloadSearch:
         return minimise(cut.model, relax=True)
 
     def offload_alone(self, cuts: Iterable[int]) -> None:
-        """Plan without any recompute, unless the programme of some cut says that this is no better."""
+        """Plan with offload alone, unless a cut's bound rules out that this is cheaper."""
         operations = tuple(replace(operation, recomputable=False) for operation in self.problem.graph.operations)
         fixed = replace(self.problem, graph=replace(self.problem.graph, operations=operations))
         for step in cuts:
@@ -156,7 +156,7 @@ class _OffloadSearch:
         share: float = _TRIAL_SHARE,
         problem: Problem | None = None,
     ) -> bool:
-        """Plan the recompute around some values that can be fetched, and say whether that betters the plan."""
+        """Plan the recompute around some offloaded values; return whether that improves the incumbent."""
         asked = OffloadReduction(problem or self.problem, values, spare_bytes=spare_bytes, price=price)
         trial = (values, spare_bytes, price, problem is None)
         if trial in self.tried or asked.problem.budget_bytes <= 0 or self.is_over():
@@ -187,7 +187,7 @@ class _OffloadSearch:
             self.incumbent.update(schedule, OffloadSearchSolver.name)
 
     def make_room(self) -> None:
-        """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
+        """Where operations wait for transfers, reserve some budget for values in flight, or price the transfers."""
         largest = max((self.problem.graph.values[u].size_bytes for u in self.best), default=0)
         for spare_bytes, price in ((largest, 1e-3), (2 * largest, 1e-3), (4 * largest, 1e-3), (0, 0.3), (0, 1.0)):
             schedule = self.incumbent.schedule
@@ -196,7 +196,7 @@ class _OffloadSearch:
             self.attempt(self.best, spare_bytes=spare_bytes, price=price)
 
     def wait_less(self) -> None:
-        """Look once more where runs wait: with transfers at their full price, then by single decisions."""
+        """Reduce waiting for transfers: plan with their full price, then change single decisions."""
         for _, asked, _ in sorted(self.waiting, key=lambda each: each[0]):
             self.attempt(asked.chosen, price=1.0)
         for _, asked, schedule in sorted(self.waiting, key=lambda each: each[0]):
@@ -204,7 +204,7 @@ class _OffloadSearch:
                 self.offer(SingleFlipSearch(asked, self.clock, self.is_over).better(schedule))
 
     def flip(self) -> bool:
-        """Offload one value more or less, each in turn, in a small graph also two at once; say whether any helped."""
+        """Offload one value more or less (in small graphs also two); return whether that improved the incumbent."""
         helped = False
         for count in (1, 2) if self.is_small else (1,):
             for values in combinations(self.movable, count):
@@ -215,7 +215,7 @@ class _OffloadSearch:
 
 
 def ranked(problem: Problem) -> list[int]:
-    """Return the values that may be offloaded, those first that take longest to make for their size."""
+    """Return the values that may be offloaded, in falling order of recompute time per byte."""
     assert problem.host is not None
     graph, costs = problem.graph, problem.costs
 
@@ -229,13 +229,13 @@ def ranked(problem: Problem) -> list[int]:
 
 
 def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
-    """Return the schedule of the lowest peak that quick methods find if some values can be fetched."""
+    """Return the schedule of the lowest peak that quick methods find, given values that may be fetched."""
     asked = OffloadReduction(problem, values)
     return asked.invert(lowest_schedule(asked.problem))
 
 
 def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
-    """Return the first values that fit into the host's memory together."""
+    """Return as many leading values as fit into the host's memory together."""
     assert problem.host is not None
     chosen: set[int] = set()
     left_bytes = problem.host.budget_bytes
@@ -252,7 +252,7 @@ def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
 
 
 def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:
-    """Return the error that says which budget is too small: the host's, if more of it would do."""
+    """Return the error for the budget that is too small: the host's if more host memory would help."""
     problem = incumbent.problem
     values = ranked(problem)
     smallest: int | None = None

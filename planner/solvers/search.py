@@ -99,7 +99,7 @@ class SearchSolver:
             raise SolverUnavailableError("solver 'search' needs numba: pip install checkpoint-planner[search]")
 
     def prepare(self, is_over: Callable[[], bool], progress: Progress) -> bool:
-        """Have the kernels compiled without holding up other threads; False if it was over before they were."""
+        """Compile the kernels without blocking other threads; False if the solve ended before they were ready."""
         if _is_compiled():
             return True
         progress(f"search: {_COMPILES}, in a process beside this one")
@@ -112,7 +112,7 @@ class SearchSolver:
         return False
 
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
-        """Go on from the plan of an incumbent that others may work on, if any; if none is found soon, look for one.
+        """Anneal from the incumbent that other solvers may improve too; without one, look for a plan of low peak first.
 
         Now and then it asks whether it is over. A move costs O(runs + reads changed): a few microseconds for 1,000
         operations. The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science
@@ -147,7 +147,7 @@ class SearchSolver:
         rounds.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
 
     def descend(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
-        """Look for the plan of the lowest peak, down to the budget, from the lowest that an incumbent has seen."""
+        """Search for the plan of the lowest peak, down to the budget, from the lowest that the incumbent has seen."""
         self.require()
         self.begin_low(incumbent, _QUICK_SHARE * effort.time_limit_seconds)
         problem = incumbent.problem
@@ -155,25 +155,25 @@ class SearchSolver:
         incumbent.update(self.descent(incumbent, least_bytes, effort), self.name)
 
     def begin_low(self, incumbent: Incumbent, seconds: float) -> None:
-        """Show an incumbent the plan of the lowest peak that is found quickly."""
+        """Offer the plan of the lowest peak that is found quickly to an incumbent."""
         incumbent.update(lowest_schedule(replace(incumbent.problem, budget_bytes=0), seconds), self.name)
 
     def descent(
         self, incumbent: Incumbent, least_bytes: int, effort: SolveLimits, is_over: Callable[[], bool] = _never
     ) -> Schedule:
-        """Go down from the lowest plan that an incumbent has seen, until it has one within the budget."""
+        """Lower the peak from the lowest plan that the incumbent has seen, until one is within the budget."""
         problem = replace(incumbent.problem, budget_bytes=least_bytes)
         return lowest_plan(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
 
 
 def _is_compiled() -> bool:
-    """Say whether numba has kept the kernels of an earlier run; a guess that costs time where it is wrong."""
+    """Whether numba's cache seems to hold the kernels; a wrong guess costs time only."""
     folder = _cache_folder()
     return folder is None or any(folder.glob("annealing.descend-*.nbi"))
 
 
 def _cache_folder() -> Path | None:
-    """Return the folder in which numba keeps what it compiles; none where numba is not installed."""
+    """Return the folder of numba's cache; None if numba is not installed."""
     from planner.solving import annealing as kernels
 
     stats = getattr(kernels.anneal, "stats", None)
@@ -205,14 +205,14 @@ def _compile_beside() -> subprocess.Popen[bytes] | None:
 
 
 def compile_kernels() -> None:
-    """Call all that numba compiles."""
+    """Compile all kernels by calling them once."""
     problem, effort = smallest(), SolveLimits(deterministic=True)
     SOLVER.solve(problem, effort=effort)
     lowest_plan(problem, Schedule.keep_all(problem.graph), effort)
 
 
 def smallest() -> Problem:
-    """Return a problem for which one operation must be run again: enough to compile all kernels."""
+    """Return the smallest problem that needs a recomputation, to compile all kernels."""
     reads = [(), (0,), (1,), (2, 0)]
     graph = TrainingGraph(
         operations=tuple(
@@ -225,7 +225,7 @@ def smallest() -> Problem:
 
 
 class _Rounds:
-    """Rounds of annealing, from nothing or from what a population gives, each offering it what it came by."""
+    """Rounds of annealing, from scratch or from the solution pool; each offers its best set to the pool."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
@@ -242,7 +242,7 @@ class _Rounds:
     def search(
         self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool], look_lower: Callable[[], None]
     ) -> None:
-        """Anneal until time is up, offering each plan better than the best known; look lower while there is none."""
+        """Anneal until time is up and offer every improvement; search for a lower peak while there is no plan."""
         count = len(self.state.count)
         self.begun_seconds = clock.left()
         share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
@@ -265,11 +265,11 @@ class _Rounds:
                 look_lower()
 
     def ended(self) -> Schedule:
-        """Return what a round ended with, within the budget or not."""
+        """Return the schedule at the end of a round, within the budget or not."""
         return self.reruns.schedule(self.state.reruns[: self.state.whole[self.kernels.RERUNS]])
 
     def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:
-        """Give the keys that a round starts from, and its first temperature.
+        """Return the keys that a round starts from, and its initial temperature.
 
         Until there are many, or for a share of the time,
         it starts from nothing, or mostly from the best where that is near the bound, or from nothing none is found:
@@ -285,11 +285,11 @@ class _Rounds:
         return pool.crossed(), warm
 
     def between(self, least: float, most: float) -> float:
-        """Draw a number of any order of magnitude."""
+        """Draw a number log-uniformly."""
         return float(least * (most / least) ** self.random.random())
 
     def cool(self, start: Sequence[int], top: float, moves: int, clock: Clock, is_over: Callable[[], bool]) -> None:
-        """Anneal from a set of reruns, with so many moves."""
+        """Anneal from a recompute set for a number of moves."""
         kernels, state = self.kernels, self.state
         self.reruns.reset(start)
         state.real[kernels.BEST], state.best[0] = math.inf, 0
@@ -302,7 +302,7 @@ class _Rounds:
             done = after
 
     def adopt(self, incumbent: Incumbent) -> None:
-        """Take in a plan of others that is better than all that were known."""
+        """Adopt another solver's plan that is better than all known ones."""
         known_seconds = self.pool.least * self.reruns.unit_seconds
         if incumbent.schedule is not None and incumbent.added_seconds < known_seconds * (1 - 1e-9):
             if not self.reruns.can_be(incumbent.schedule, self.problem.budget_bytes):
@@ -311,14 +311,14 @@ class _Rounds:
             self.pool.enter(Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
 
     def widen(self, schedule: Schedule) -> None:
-        """Make room for a schedule."""
+        """Enlarge the arrays for a schedule."""
         narrow = self.reruns
         self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=narrow.slots, room_for=schedule)
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
         self.pool.rewrite(lambda keys: self.reruns.keys_of(narrow.schedule(keys)))
 
     def take_in(self, incumbent: Incumbent) -> None:
-        """Take in the best set of a round, if it found one, and offer it.
+        """Add the best set of a round, if any, to the pool, and offer its plan.
 
         What the kernels say of it is held against the simulator.
         """

@@ -15,7 +15,7 @@ _SECONDS_PER_RUN = 5e-6
 
 
 class SqrtSolver:
-    """Chen's segmentation, with the number of segments that costs least within the budget."""
+    """Chen's segmentation, with the cheapest number of segments within the budget."""
 
     name = "sqrt"
     summary = "segments of the forward with kept boundaries (Chen et al. 2016); instant"
@@ -23,7 +23,7 @@ class SqrtSolver:
     offloads = False
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Try several numbers of segments and give the cheapest schedule within the budget.
+        """Try several numbers of segments and return the cheapest schedule within the budget.
 
         O(numbers tried x runs); a few milliseconds each for 1,500 operations. The method is that of
         Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.

@@ -53,7 +53,7 @@ COST, WEIGHT, BEST = range(3)
 
 
 class Tables(NamedTuple):
-    """A graph as arrays; what an operation reads, makes and is read by in compressed rows.
+    """A graph as arrays: inputs, outputs and readers of each operation in compressed sparse rows.
 
     Values of no size are left out of all rows, retained ones of ``inputs``: they hold nothing.
     """
@@ -75,7 +75,7 @@ class Tables(NamedTuple):
 
 
 class State(NamedTuple):
-    """A set of reruns and the bytes at each run.
+    """A recompute set, and the live bytes at each run.
 
     ``keys``, ``live_bytes`` and ``dying_bytes`` belong to the runs in order; ``slots[o, :count[o]]``
     are the slots at which ``o`` runs, its own first; ``reruns`` holds the keys of all reruns in any
@@ -144,7 +144,7 @@ def _find(state: State, key: int) -> int:
 
 @_compiled
 def _latest(state: State, operation: int, slot: int) -> int:
-    """Return which run of an operation is its last at or before a slot; -1 if none."""
+    """Return the last run of an operation at or before a slot; -1 if none."""
     place = state.count[operation] - 1
     while place >= 0 and state.slots[operation, place] > slot:
         place -= 1
@@ -153,7 +153,7 @@ def _latest(state: State, operation: int, slot: int) -> int:
 
 @_compiled
 def _until(state: State, operation: int, place: int) -> int:
-    """Return the slot at which a copy is replaced by the next."""
+    """Return the slot at which the next copy replaces this one."""
     if place + 1 < state.count[operation]:
         return int(state.slots[operation, place + 1])
     return int(len(state.count) * state.whole[SLOTS])
@@ -173,7 +173,7 @@ def _death(tables: Tables, state: State, value: int, slot: int, until: int) -> i
 
 @_compiled
 def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
-    """Add bytes to the runs from ``first`` to ``last``; give the change of the excess."""
+    """Add live bytes to the runs from ``first`` to ``last``; return the change of the excess over the budget."""
     live, budget, change = state.live_bytes, state.whole[BUDGET], 0
     if last < first:
         return 0
@@ -188,14 +188,14 @@ def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
 
 @_compiled
 def _die(state: State, position: int, size_bytes: int) -> None:
-    """Let so much more go after the run at a position."""
+    """Free so many more bytes after the run at a position."""
     state.whole[LOWEST] = min(state.whole[LOWEST], position)
     state.dying_bytes[position] += size_bytes
 
 
 @_compiled
 def _move_end(state: State, before: int, after: int, size_bytes: int) -> int:
-    """Let a lifetime end at position ``after`` instead of ``before``; give the change of the excess."""
+    """Move the end of a lifetime from position ``before`` to ``after``; return the change of the excess."""
     _die(state, before, -size_bytes)
     _die(state, after, size_bytes)
     if after > before:
@@ -205,7 +205,7 @@ def _move_end(state: State, before: int, after: int, size_bytes: int) -> int:
 
 @_compiled
 def _lifetimes(tables: Tables, state: State, slot: int, operation: int, position: int, sign: int) -> None:
-    """Add (1) or take away (-1) what one rerun holds; it is not among the operation's ``slots``."""
+    """Add (1) or remove (-1) the live bytes of one rerun, which is not among the operation's ``slots``."""
     size, key, count = tables.size_bytes, slot * len(state.count) + operation, len(state.count)
     for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
         value = tables.inputs[row]
@@ -254,7 +254,7 @@ def _copy(source: Array, target: Array, first: int, end: int) -> None:
 
 @_compiled
 def _make_room(values: Array, position: int, count: int) -> None:
-    """Move what stands from a position on one further, the last of so many first."""
+    """Shift the entries from a position on up by one."""
     last, one = _unsigned(count), _unsigned(1)
     for step in range(_unsigned(count - position)):
         values[last - step] = values[last - step - one]
@@ -262,7 +262,7 @@ def _make_room(values: Array, position: int, count: int) -> None:
 
 @_compiled
 def _close_up(values: Array, position: int, count: int) -> None:
-    """Move what stands after a position one nearer, to so many."""
+    """Shift the entries after a position down by one."""
     one = _unsigned(1)
     for later in range(_unsigned(position), _unsigned(count)):
         values[later] = values[later + one]
@@ -270,7 +270,7 @@ def _close_up(values: Array, position: int, count: int) -> None:
 
 @_compiled
 def _enlist(state: State, slot: int, operation: int) -> None:
-    """Put a rerun among its operation's slots and among all reruns."""
+    """Insert a rerun into its operation's slots and into the list of all reruns."""
     slots, places, place = state.slots, state.places, state.count[operation]
     while slots[operation, place - 1] > slot:
         slots[operation, place] = slots[operation, place - 1]
@@ -284,7 +284,7 @@ def _enlist(state: State, slot: int, operation: int) -> None:
 
 @_compiled
 def _strike(state: State, slot: int, operation: int) -> None:
-    """Take a rerun from its operation's slots and from all reruns."""
+    """Remove a rerun from its operation's slots and from the list of all reruns."""
     slots, places, count = state.slots, state.places, len(state.count)
     first = _latest(state, operation, slot)
     number = places[operation, first]
@@ -301,7 +301,7 @@ def _strike(state: State, slot: int, operation: int) -> None:
 
 @_compiled
 def add(tables: Tables, state: State, slot: int, operation: int) -> None:
-    """Add a rerun that is not there. O(runs + inputs x readers)."""
+    """Add a rerun that is not in the set. O(runs + inputs x readers)."""
     keys, live, dying, whole = state.keys, state.live_bytes, state.dying_bytes, state.whole
     key = slot * len(state.count) + operation
     position = _find(state, key)
@@ -321,7 +321,7 @@ def add(tables: Tables, state: State, slot: int, operation: int) -> None:
 
 @_compiled
 def add_all(tables: Tables, state: State, keys: Array) -> None:
-    """Add reruns of which none is there, as far as there is room for them."""
+    """Add reruns that are not in the set, as far as the arrays have room."""
     count = len(state.count)
     for key in keys:
         operation = int(key % count)
@@ -331,7 +331,7 @@ def add_all(tables: Tables, state: State, keys: Array) -> None:
 
 @_compiled
 def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
-    """Remove a rerun that is there. O(runs + inputs x readers)."""
+    """Remove a rerun of the set. O(runs + inputs x readers)."""
     live, whole = state.live_bytes, state.whole
     position = _find(state, slot * len(state.count) + operation)
     _strike(state, slot, operation)
@@ -347,7 +347,7 @@ def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
 
 @_compiled
 def _change(tables: Tables, state: State, slot: int, operation: int) -> bool:
-    """Add a rerun, or remove it if it is there, and note it; say whether that could be done."""
+    """Toggle a rerun and log it for undoing; return whether there was room."""
     noted = state.whole[CHANGES]
     there = state.slots[operation, _latest(state, operation, slot)] == slot
     if noted == CHANGES_AT_MOST or slot <= state.slots[operation, 0]:
@@ -365,7 +365,7 @@ def _change(tables: Tables, state: State, slot: int, operation: int) -> bool:
 
 @_compiled
 def _drop_useless(tables: Tables, state: State, operation: int, place: int) -> None:
-    """Remove a rerun whose copies nobody reads, and those that only it was for."""
+    """Remove a rerun whose outputs are unused, and the reruns that only it read."""
     count, tail = len(state.count), 1 if place > 0 else 0
     state.queue[0] = state.slots[operation, place] * count + operation
     while tail:
@@ -390,7 +390,7 @@ def _drop_useless(tables: Tables, state: State, operation: int, place: int) -> N
 
 @_compiled
 def _drop_useless_makers(tables: Tables, state: State, slot: int, operation: int) -> None:
-    """Remove what only a rerun that is gone was for."""
+    """Remove the reruns that only a removed rerun read."""
     for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
         maker = tables.producer[tables.inputs[row]]
         _drop_useless(tables, state, maker, _latest(state, maker, slot))
@@ -398,7 +398,7 @@ def _drop_useless_makers(tables: Tables, state: State, slot: int, operation: int
 
 @_compiled
 def _undo(tables: Tables, state: State, slot: int, operation: int) -> bool:
-    """Remove a rerun and what only it was for."""
+    """Remove a rerun and the reruns that only it read."""
     if not _change(tables, state, slot, operation):
         return False
     _drop_useless_makers(tables, state, slot, operation)
@@ -407,7 +407,7 @@ def _undo(tables: Tables, state: State, slot: int, operation: int) -> bool:
 
 @_compiled
 def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
-    """Add a rerun and, where holding its inputs for it is dear, reruns of their makers."""
+    """Add a rerun, and reruns of its inputs' producers where holding the inputs costs too many bytes."""
     price = state.real[WEIGHT] / state.whole[BUDGET]
     pending, head, tail = state.pending, 0, 1
     pending[0] = operation
@@ -433,7 +433,7 @@ def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
 
 @_compiled
 def _drop_at(tables: Tables, state: State, position: int) -> bool:
-    """Make some value again before its next read instead of holding it at a position."""
+    """Recompute some value before its next read instead of holding it at a position."""
     count, key = len(state.count), state.keys[position]
     for _ in range(40 if len(tables.droppable) else 0):
         value = tables.droppable[int(_random(state) * len(tables.droppable))]
@@ -458,7 +458,7 @@ def _drop_at(tables: Tables, state: State, position: int) -> bool:
 
 @_compiled
 def _tight_position(state: State) -> int:
-    """Return a random position over the budget, or of the highest of a few if there is none."""
+    """Return a random position over the budget; if there is none, the highest of a few."""
     runs, budget = state.whole[RUNS], state.whole[BUDGET]
     start = int(_random(state) * runs)
     if state.whole[EXCESS]:
@@ -475,7 +475,7 @@ def _tight_position(state: State) -> int:
 
 @_compiled
 def _shift(state: State) -> int:
-    """Return by how many slots to move a rerun: those before one operation, or those of a few or more operations."""
+    """Draw by how many slots to move a rerun."""
     kind, slots = _random(state), state.whole[SLOTS]
     if kind < _WITHIN and slots > 1:
         return int((2 * _random(state) - 1) * slots)
@@ -485,7 +485,7 @@ def _shift(state: State) -> int:
 
 @_compiled
 def _move(tables: Tables, state: State) -> bool:
-    """Change something at random."""
+    """Apply one random move."""
     count, kind = len(state.count), _random(state)
     if state.whole[RERUNS] == 0 or kind < 0.25:
         return bool(_drop_at(tables, state, _tight_position(state)))

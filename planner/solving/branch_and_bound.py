@@ -270,7 +270,7 @@ class Tree:
         return self.open[0].bound if self.open and may_beat(self.open[0].bound, cutoff) else cutoff
 
     def branch(self, cutoff: float) -> Node | None:
-        """Divide the open node of the lowest bound; return it instead if its solution is whole.
+        """Branch on the open node of the lowest bound; return it instead if its solution is integral.
 
         What cannot cost less than the cutoff is dropped. If an answer without columns says that time is over, all stays
         as it is. Two relaxations for each choice that is tried, and two to four more.
@@ -364,7 +364,7 @@ class Tree:
             self.relaxation.limit_row(self.places[columns], low, high)
 
     def _place(self, limits: Limits) -> None:
-        """Give the sums of columns that are limited rows."""
+        """Make limited sums of columns rows of the model."""
         for columns in map(self.branching.columns, limits):
             if len(columns) > 1 and columns not in self.places:
                 self.places[columns] = len(self.model.rows)

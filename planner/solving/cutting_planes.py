@@ -43,7 +43,7 @@ _NEARLY = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A row, whatever the cuts between its own two are: what must be there, and the way on which it was made."""
+    """A path inequality between two cuts: a value required at the later, and the path along which it was recomputed."""
 
     first: Cut
     until: Cut | None
@@ -57,7 +57,7 @@ class Path:
 
 
 class PathRows:
-    """The rows for a model of some cuts, those of ways that are known already to begin with."""
+    """Path inequalities for a model's cuts, starting with those of known paths."""
 
     def __init__(self, problem: Problem, cuts: Sequence[Cut], model: Model, known: Iterable[Path] = ()) -> None:
         self.graph, self.model = problem.graph, model
@@ -81,7 +81,7 @@ class PathRows:
                 self._add(path)
 
     def add_broken(self, columns: Sequence[float]) -> int:
-        """Add the rows to the model that a solution breaks most, no more than are worth it at once; return how many."""
+        """Add the rows that a solution violates most, a limited number at once; return how many."""
         self.runs = [_above_nothing(cut, columns) for cut in self.model.run_again]
         self.holds = [_above_nothing(cut, columns) for cut in self.model.held]
         found = [each for first in range(len(self.model.held) - 1) for each in self._broken_from(first, columns)]
@@ -92,7 +92,7 @@ class PathRows:
         return len(self.places) - before
 
     def binding(self, prices: Sequence[float]) -> list[Path]:
-        """Return the ways whose rows hold an optimum up, given the prices of the model's rows."""
+        """Return the paths of binding rows, given the dual prices of the model's rows."""
         return [path for path, place in self.places if is_binding(prices[place])]
 
     def _add(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class PathRows:
             self.model.rows.append(row)
 
     def _broken_from(self, first: int, columns: Sequence[float]) -> Iterator[tuple[float, Path]]:
-        """Return the ways of broken rows of an earlier cut, each with by how much."""
+        """Return the paths of violated rows of an earlier cut, each with its violation."""
         held, again, producer = self.model.held[first], self.model.run_again[first], self.graph.producer
         cut = self.ends[first]
         assert cut is not None
@@ -124,7 +124,7 @@ class PathRows:
                     yield missing, Path(cut, self.ends[last + 1], tuple(values), reader, at_end)
 
     def _made(self, there: dict[int, float], ran: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:
-        """Return how much of each operation can have run since a cut, and the input that limits it, if one does."""
+        """Return how much of each operation can have run since a cut, and the input that limits it, if any."""
         operations, producer = self.graph.operations, self.graph.producer
         made: dict[int, float] = {}
         via: dict[int, int] = {}
@@ -141,7 +141,7 @@ class PathRows:
     def _demands(
         self, first: int, last: int, columns: Sequence[float]
     ) -> Iterator[tuple[int, float, int | None, bool]]:
-        """Return values of an earlier cut that must be there until the stretch after a later one ends.
+        """Return values of an earlier cut that must be live until the stretch after a later one ends.
 
         Beside each how much of it, and why, as in :class:`Path`.
         """
@@ -163,7 +163,7 @@ class PathRows:
                 yield value, share - (0.0 if begin is None else columns[begin]), None, True
 
     def _row(self, path: Path) -> Row | None:
-        """Require of a path that some value on it was held, or recomputed; None if no cut is about that."""
+        """Require that some value on a path was held or recomputed; None if no cut has columns for that."""
         model = self.model
         first, until = self.ends.index(path.first), self.ends.index(path.until)
         terms = [(model.held[first][u], 1.0) for u in path.values]
@@ -182,7 +182,7 @@ class PathRows:
 
 
 def _added_up(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return terms with each column once: HiGHS does not end where a row has one twice, as a reader on its own path."""
+    """Merge terms of equal columns: HiGHS does not end if a row names a column twice."""
     weights: dict[int, float] = {}
     for column, weight in terms:
         weights[column] = weights.get(column, 0.0) + weight
@@ -195,7 +195,7 @@ def _above_nothing(shares: dict[int, int], columns: Sequence[float]) -> list[tup
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A row, whatever the columns of its cut are."""
+    """A rounding of a cut's budget row, independent of the model's columns."""
 
     cut: Cut
     there: frozenset[int]
@@ -205,7 +205,7 @@ class Rounding:
 
 
 class BudgetRows:
-    """The rows for a model of some cuts, those of roundings that are known already to begin with."""
+    """Rounded budget rows for a model's cuts, starting with known roundings."""
 
     def __init__(self, model: Model, known: Iterable[Rounding] = ()) -> None:
         self.model = model
@@ -215,13 +215,13 @@ class BudgetRows:
         self._add(known)
 
     def add_broken(self, columns: Sequence[float]) -> int:
-        """Add the row to the model that a solution breaks most of each cut's, if it breaks any; return how many."""
+        """Add each cut's most violated row to the model, if any; return how many."""
         before = len(self.places)
         self._add(each for room in self.rooms.values() if (each := _most_broken(room, columns)) is not None)
         return len(self.places) - before
 
     def binding(self, prices: Sequence[float]) -> list[Rounding]:
-        """Return the roundings whose rows hold an optimum up, given the prices of the model's rows."""
+        """Return the roundings of binding rows, given the dual prices of the model's rows."""
         return [each for each, place in self.places if is_binding(prices[place])]
 
     def _add(self, roundings: Iterable[Rounding]) -> None:
@@ -256,7 +256,7 @@ def _most_broken(room: Room, columns: Sequence[float]) -> Rounding | None:
 
 
 def _budget_row(room: Room, rounding: Rounding) -> Row | None:
-    """Round a cut's room; None if there is nothing to gain, as where some of it is left free."""
+    """Round a cut's budget row; None if that cuts nothing off, as where the row is slack."""
     there = frozenset(place for place in rounding.there if place < len(room.sizes))  # with any choice it holds
     signed = _signed(room, there)
     whole, rest = divmod(_left_bytes(room, signed), rounding.unit_bytes)
@@ -286,6 +286,6 @@ def _units(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _rounded(size: int, unit: int, rest: int) -> float:
-    """Divide a size and round it down, but for what it has beyond the rest that the room leaves."""
+    """Mixed-integer rounding of one coefficient."""
     whole, part = divmod(size, unit)
     return whole + max(part - rest, 0) / (unit - rest)

@@ -15,7 +15,7 @@ _WORTH_TELLING = 1e-3
 
 
 class Incumbent:
-    """What is known of one problem; ``progress`` is told when plan or bound move."""
+    """The best plan and the best bound of one problem; ``progress`` is called when either improves."""
 
     def __init__(self, problem: Problem, progress: Progress | None = None) -> None:
         self.problem = problem
@@ -35,11 +35,11 @@ class Incumbent:
 
     @property
     def added_seconds(self) -> float:
-        """What the best plan costs, in recompute and waiting; infinite if there is none."""
+        """Seconds that the best plan adds, by recompute and by waiting; infinite if there is none."""
         return self.evaluation.added_seconds
 
     def update(self, schedule: Schedule, solver: str) -> bool:
-        """Simulate a plan, take it as the best if it is, and say whether it keeps the budget."""
+        """Simulate a plan, keep it if it is the best, and return whether it keeps the budget."""
         evaluation = self.problem.evaluate(schedule)
         fits = evaluation.peak_bytes <= self.problem.budget_bytes
         with self._lock:
@@ -51,24 +51,24 @@ class Incumbent:
         return fits
 
     def see(self, schedule: Schedule) -> None:
-        """Know of a plan without taking it; what it costs is no matter yet."""
+        """Remember a plan for its low peak, without making it the incumbent."""
         evaluation = self.problem.evaluate(schedule)
         with self._lock:
             self._see(schedule, evaluation)
 
     def take_lowest(self, solver: str) -> bool:
-        """Take the plan of the lowest peak that was seen, where there is no other, and say whether that is one."""
+        """Make the plan of the lowest peak seen the incumbent if there is none; return whether it keeps the budget."""
         return self.schedule is None and self.update(self.lowest, solver)
 
     def raise_bound(self, lower_bound_seconds: float) -> None:
-        """Take a proven bound."""
+        """Raise the proven bound."""
         with self._lock:
             if lower_bound_seconds > self.lower_bound_seconds:
                 self.lower_bound_seconds = lower_bound_seconds
                 self._tell()
 
     def is_closed(self, gap_seconds: float) -> bool:
-        """Say whether plan and bound are so near each other, or equal to the simulator's resolution."""
+        """Whether the gap between plan and bound is within a tolerance."""
         slack = self.added_seconds - self.lower_bound_seconds
         return self.schedule is not None and slack <= max(gap_seconds, 1e-9 * self.added_seconds)
 
@@ -95,7 +95,7 @@ class Incumbent:
         )
 
     def infeasible(self, *, what: str = "", proven: bool = False) -> InfeasibleBudgetError:
-        """Return the error that says that no plan keeps the budget, or that none was found."""
+        """Return the error that no plan keeps the budget, or that none was found."""
         graph, static_bytes = self.problem.graph, self.problem.graph.total_static_bytes
         operation = graph.operations[self.lowest.order[self._lowest_evaluation.peak_position]].name
         known_bytes = self._lowest_evaluation.peak_bytes + static_bytes

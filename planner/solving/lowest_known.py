@@ -21,12 +21,12 @@ _here: dict[str, Schedule] = {}
 
 
 def applies_to(problem: Problem) -> bool:
-    """Whether every schedule is a plan: nothing waits on a host, and nothing is confined to modules or blocks."""
+    """Whether every schedule is a plan: no offload, no regions."""
     return problem.host is None and problem.regions is None and not any(o.region for o in problem.graph.operations)
 
 
 def find(problem: Problem) -> Schedule | None:
-    """Return the schedule of the lowest peak that is known, whatever the budget is; None if nothing is."""
+    """Return the schedule of the lowest known peak, whatever the budget; None if there is none."""
     posed = _without_budget(problem)
     key = solution_cache.key_of(posed, _NAME, SolveLimits())
     solution = solution_cache.find(posed, key)
@@ -34,7 +34,7 @@ def find(problem: Problem) -> Schedule | None:
 
 
 def keep(problem: Problem, schedule: Schedule) -> None:
-    """Keep a schedule that has a lower peak than what is known."""
+    """Keep a schedule if its peak is lower than the lowest known."""
     posed = _without_budget(problem)
     solution = Solution.simulated(posed.evaluate(schedule), schedule, _NAME)
     key = solution_cache.key_of(posed, _NAME, SolveLimits())
@@ -46,7 +46,7 @@ def keep(problem: Problem, schedule: Schedule) -> None:
 
 
 def lower(problem: Problem, schedule: Schedule) -> Schedule:
-    """Return a schedule, and keep it if nothing lower is known; else what is known."""
+    """Return the lower of a schedule and the lowest known one, and keep it."""
     if not applies_to(problem):
         return schedule
     known = find(problem)
@@ -61,7 +61,7 @@ _said: dict[str, Schedule] = {}
 
 
 def say(problem: Problem, schedule: Schedule) -> None:
-    """Remember, in this process, the schedule whose blocks an error called feasible; it may be in any order.
+    """Remember, in this process, the schedule behind a budget that an error called feasible.
 
     Blocks of two schedules with the same peak differ, so the next search may come back with the other.
     """
@@ -76,7 +76,7 @@ def said(problem: Problem) -> Schedule | None:
 
 
 def _without_budget(problem: Problem) -> Problem:
-    """Pose the problem that only peaks matter to."""
+    """Return the problem with everything removed on which peaks do not depend."""
     # Seconds decide no peak, and are not the same where they were measured.
     costs = tuple(replace(cost, seconds=0.0) for cost in problem.costs)
     return replace(problem, budget_bytes=problem.baseline.peak_bytes, costs=costs)

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The solution of a programme, if one was found, and a proven bound on the objective."""
+    """The solution of a programme, if any, and a proven bound on the objective."""
 
     columns: list[float] | None
     bound: float
@@ -37,7 +37,7 @@ def minimise(
     turns: int | None = None,
     relax: bool = False,
 ) -> Answer:
-    """Solve a model, or its LP relaxation, whose columns need not be whole.
+    """Solve a model, or its LP relaxation.
 
     A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC: after
     so many nodes). Turns limit no relaxation.
@@ -82,7 +82,7 @@ def relaxed(model: Model) -> Relaxation:
 
 
 class Relaxation:
-    """The LP relaxation of a model, to whose rows others may be added; each solve goes on from the last optimum."""
+    """The LP relaxation of a model; rows may be added, and each solve starts from the last basis."""
 
     def __init__(self, model: Model) -> None:
         self.highspy, self.model = _highspy(), model
@@ -92,7 +92,7 @@ class Relaxation:
         self.num_rows = len(model.rows)
 
     def solve(self, seconds: float | None = None, turns: int | None = None) -> Answer:
-        """Solve it; after so many seconds or simplex steps without an optimum there are no columns, and no bound."""
+        """Solve the relaxation; past the limit of seconds or simplex iterations there are no columns and no bound."""
         highs = self.highs
         self._add_new_rows()
         highs.setOptionValue("simplex_iteration_limit", self.highspy.kHighsIInf if turns is None else turns)
@@ -109,7 +109,7 @@ class Relaxation:
         return Answer(_columns(highs), bound, turns=steps)
 
     def basis(self) -> Any:
-        """Return the simplex basis that it has come to."""
+        """Return the current simplex basis."""
         return self.highs.getBasis()
 
     def restart_from(self, basis: Any) -> None:
@@ -117,15 +117,15 @@ class Relaxation:
         self.highs.setBasis(basis)
 
     def prices(self) -> list[float]:
-        """Return, for each row at the last optimum, by how much the objective rises with what the row is at least."""
+        """Return the dual price of each row at the last optimum."""
         return list(self.highs.getSolution().row_dual)
 
     def limit_column(self, column: int, low: float, high: float) -> None:
-        """Narrow what a column may be, or widen it again."""
+        """Set the bounds of a column."""
         self.highs.changeColBounds(column, low, high)
 
     def limit_row(self, row: int, low: float, high: float) -> None:
-        """Narrow what the sum of a row of the model may be, or widen it again."""
+        """Set the bounds of a row."""
         self._add_new_rows()
         self.highs.changeRowBounds(row, low, high)
 
@@ -140,18 +140,18 @@ class Relaxation:
 
 
 def exact_optimum(model: Model, columns: Sequence[float], bound: float) -> float:
-    """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
+    """Return the cost of the rounded columns if it equals the bound up to rounding, else the bound."""
     exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
     return exact if abs(exact - bound) <= 2 * _TOLERANCE * max(1.0, exact) else bound
 
 
 def may_beat(bound: float, cutoff: float) -> bool:
-    """Say whether what costs no less than a bound may cost less than the cutoff, by more than rounding."""
+    """Whether a bound leaves room for a solution below the cutoff, by more than rounding."""
     return bound + 2 * _TOLERANCE * max(1.0, bound) < cutoff
 
 
 class _PulpProgramme(Relaxation):
-    """A model, or its relaxation, that CBC solves from the start each time."""
+    """A model or its relaxation for CBC, which solves from scratch each time."""
 
     def __init__(self, model: Model, *, relax: bool) -> None:
         self.pulp, self.model, self.relax = _pulp(), model, relax
@@ -237,7 +237,7 @@ def _columns(highs: Any) -> list[float]:
 
 
 def _silent(highspy: Any) -> Any:
-    """Return a HiGHS that prints nothing: from 1.16 on it prints its name on stdout as soon as it is made."""
+    """Return a silent HiGHS: from 1.16 on it prints a banner on stdout when it is created."""
 
     class Silent(highspy.Highs):  # type: ignore[misc]
         def enableCallbacks(self) -> None:  # called by its constructor; this prints
@@ -250,7 +250,7 @@ def _silent(highspy: Any) -> Any:
 
 
 def _matrix(highspy: Any, model: Model, *, relax: bool) -> Any:
-    """Lay a model out row by row, as HiGHS takes it."""
+    """Convert a model to HiGHS's row-wise matrix."""
     np: Any = import_module("numpy")  # comes with highspy
     starts, columns, weights, least = _compressed(model.rows)
     programme = highspy.HighsLp()
@@ -269,7 +269,7 @@ def _matrix(highspy: Any, model: Model, *, relax: bool) -> Any:
 
 
 def _compressed(rows: Sequence[Row]) -> tuple[Any, Any, Any, Any]:
-    """Return where each row starts, the columns and weights of all, and what each is at least."""
+    """Return row starts, columns, weights and lower limits in compressed sparse rows."""
     np: Any = import_module("numpy")
     terms = [term for row, _ in rows for term in row]
     return (

@@ -58,7 +58,7 @@ _ANNEALING_SHARE = 0.5
 def lowest_plan(
     problem: Problem, schedule: Schedule, limits: SolveLimits, is_over: Callable[[], bool] = lambda: False
 ) -> Schedule:
-    """Return the schedule of the lowest peak that is found from a given one, down to the budget of the problem.
+    """Return the schedule of the lowest peak found from a given one, down to the problem's budget.
 
     It needs numba, and ends where the budget is kept, time is up, or nothing lower was found for long. Whoever asks for
     the lowest peak there is gives the proven one for a budget.
@@ -81,7 +81,7 @@ def lowest_plan(
 def _raced(
     problem: Problem, schedule: Schedule, start: int, clock: Clock, is_over: Callable[[], bool]
 ) -> list[Schedule]:
-    """Begin descents side by side, go on from the best, and return where that ends; and they, if all end alike."""
+    """Start several searches, continue from the best, and return where it ends and whether all ended alike."""
     seconds = _ANNEALING_SHARE * max(clock.left(), 0.0) / (_TIMES + 1)
     ended: list[tuple[int, Schedule]] = []
     alike: list[Schedule] = []
@@ -111,7 +111,7 @@ def _annealed(
     seconds: float,
     is_over: Callable[[], bool],
 ) -> Schedule:
-    """Go down from a schedule for so long, or longer while it gets lower, until nothing lower was found for long."""
+    """Lower the peak from a schedule until nothing lower was found for a while."""
     until = clock.left() - seconds
     least_bytes, from_bytes = problem.budget_bytes, problem.evaluate(schedule).peak_bytes
     slots, temperature = kind

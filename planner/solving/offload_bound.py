@@ -33,7 +33,7 @@ _MOMENTS = 24
 
 
 def build(problem: Problem, step: int) -> OffloadCut | None:
-    """Write down what the first run of one operation demands; None if what must be held breaks the budget."""
+    """Build the programme of one operation's first run; None if the values that must be held exceed the budget."""
     cut = OffloadCut(problem, step)
     if cut.room_bytes < 0:
         return None
@@ -44,7 +44,7 @@ def build(problem: Problem, step: int) -> OffloadCut | None:
 
 
 class OffloadCut:
-    """One cut's programme, in ``scale`` seconds: columns of values ``held`` and ``away``, of operations ``again``."""
+    """One cut's programme, in ``scale`` seconds: values ``held`` or ``away``, operations recomputed (``again``)."""
 
     def __init__(self, problem: Problem, step: int) -> None:
         assert problem.host is not None
@@ -73,7 +73,7 @@ class OffloadCut:
         self.waits_before, self.waits_after = (self.model.column(self.most_seconds / self.scale) for _ in range(2))
 
     def require_values(self) -> None:
-        """Require every value that is read after the cut to be held, made again or away."""
+        """Require every value that is read after the cut to be held, recomputed or offloaded."""
         for u, column in self.held.items():
             others = (self.again.get(self.graph.producer[u]), self.away.get(u))
             sources = [(source, 1.0) for source in (column, *others) if source is not None]
@@ -84,7 +84,7 @@ class OffloadCut:
                     self.model.at_least(0.0, *sources, (self.again[reader], -1.0))
 
     def keep_budgets(self) -> None:
-        """Require what is held, with random states for reruns, and what is away to fit."""
+        """Require the held values, with random states for recomputation, and the offloaded ones to fit."""
         values, operations = self.graph.values, self.graph.operations
         held = [(column, values[u].size_bytes) for u, column in self.held.items()]
         held += [(column, operations[o].state_bytes) for o, column in self.again.items()]
@@ -93,7 +93,7 @@ class OffloadCut:
         self._at_most(self.host.budget_bytes, away, unit=max(self.host.budget_bytes, 1))
 
     def allow_transfers(self) -> None:
-        """Allow no more transfers than there is time for, before the cut and after it."""
+        """Limit transfers to the time there is, before and after the cut."""
         graph, costs, step = self.graph, self.problem.costs, self.step
         begin = list(accumulate((cost.seconds for cost in costs), initial=0.0))
         makers = _grouped(self.away, lambda u: graph.producer[u])
@@ -104,7 +104,7 @@ class OffloadCut:
         self.transfers_within(fetched, *self.added_after())
 
     def added_after(self) -> tuple[int, float]:
-        """Return a column for a share of some seconds: no more than all that is added after the cut."""
+        """Return a column for a share of some seconds, at most the time added after the cut."""
         costs = self.problem.costs
         most = self.most_seconds + sum(costs[o].seconds for o in self.again)
         column = self.model.column()
@@ -142,7 +142,7 @@ def _grouped(values: Iterable[int], moment: Callable[[int], int]) -> dict[int, l
 
 
 def _some(moments: list[tuple[float, list[int]]]) -> list[tuple[float, list[int]]]:
-    """Take some of many, evenly, the last among them; values of those left out count with the next that is taken."""
+    """Pick evenly spaced moments, the last included; the values of skipped ones count with the next."""
     size = max(1, len(moments) // _MOMENTS)
     first = len(moments) % size
     chunks = [moments[:first], *(moments[at : at + size] for at in range(first, len(moments), size))]

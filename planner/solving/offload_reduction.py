@@ -16,7 +16,7 @@ from planner.ir.schedule import Offload, Schedule
 
 
 class OffloadReduction:
-    """A ``real`` problem with a host, and the ``problem`` as it is posed to solvers that know only recompute.
+    """A ``real`` problem with a host, and its reduction to recompute alone (``problem``).
 
     In it the chosen values can be fetched, and cannot be recomputed. So many bytes of the budget are to be left free
     for values that are under way. The price is what a second of transfer costs, in seconds of computing: next to
@@ -55,7 +55,7 @@ class OffloadReduction:
         )
 
     def invert(self, schedule: Schedule) -> Schedule:
-        """Write a schedule of the problem as posed as one of the real problem.
+        """Translate a schedule of the reduced problem into one of the real problem.
 
         Values leave right after their last use before, and return right before their next.
         """
@@ -88,7 +88,7 @@ class OffloadReduction:
         return Schedule(order, tuple(Offload(u, leaves[u], tuple(returns[u])) for u in sorted(returns)))
 
     def _needed(self, schedule: Schedule) -> list[int]:
-        """Return the real operations in order, and -1 less the value for each fetching, of what somebody reads.
+        """Return the runs whose outputs are used: real operations, and ``-1 - value`` for a fetch.
 
         Right after the operation that makes a value, its first fetching stands for the value as it was made. Where
         something runs again between the two, the value was not there meanwhile, and is fetched indeed.

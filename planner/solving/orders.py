@@ -26,7 +26,7 @@ What remains to be made again for it is known only when it is planned for."""
 
 @dataclass(frozen=True, slots=True, order=True)
 class Need:
-    """What an order needs if whatever the forward makes were made again, for nothing, wherever it is read."""
+    """Live bytes of an order if every forward value were recomputed for free at each read."""
 
     peak_bytes: int
     mean_bytes: float
@@ -34,7 +34,7 @@ class Need:
 
 
 def need(problem: Problem) -> Need:
-    """Say what the order of a problem needs at least of a plan that recomputes what it can; O(values + inputs).
+    """Bound the bytes that any plan in the problem's order needs; O(values + inputs).
 
     Gradients on their way are there from the run that makes them to the last that reads them, values of the forward
     from the first run of the backward that reads them to the last, what is retained from where it is made.
@@ -63,7 +63,7 @@ def need(problem: Problem) -> Need:
 
 
 def promising_order(problem: Problem) -> Order | None:
-    """Return the order branch by branch, if that is worth a try; a pure function of the problem, whatever its budget.
+    """Return the order branch by branch if it is promising; the budget does not matter.
 
     O(operations x log operations + reads).
     """
@@ -77,7 +77,7 @@ def promising_order(problem: Problem) -> Order | None:
 
 
 def branch_by_branch(graph: TrainingGraph) -> Order | None:
-    """Run each forward branch to its end before the next begins, and let the backward first read what came last.
+    """Run each forward branch to its end before the next, and reverse that order in the backward.
 
     None if that is the graph's own order, or its order is fixed, or it has no backward.
     """
@@ -97,7 +97,7 @@ def branch_by_branch(graph: TrainingGraph) -> Order | None:
 
 
 def _depth_first(graph: TrainingGraph, earlier: Sequence[set[int]]) -> list[int]:
-    """Give each operation of the forward its place if what the loss reads is made one after the other."""
+    """Return the position of each forward operation in a depth-first order from the loss's inputs."""
     place: dict[int, int] = {}
     for root in sorted(graph.producer[u] for u in graph.operations[graph.loss_index].inputs):
         stack = [root]
@@ -118,7 +118,7 @@ def _depth_first(graph: TrainingGraph, earlier: Sequence[set[int]]) -> list[int]
 
 
 def _listed(earlier: Sequence[set[int]], rank: Sequence[int]) -> Order:
-    """List operations, of those that can run always the one of the lowest rank."""
+    """Topological order that always runs the ready operation of the lowest rank."""
     followers: list[list[int]] = [[] for _ in earlier]
     for index, those in enumerate(earlier):
         for before in those:

@@ -48,7 +48,7 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
 
 
 def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
-    """Return what must be there while each operation first runs; see :func:`proven_floor`."""
+    """Return the bytes that must be live while each operation first runs; see :func:`proven_floor`."""
     operations, values = graph.operations, graph.values
     change = [0] * (len(operations) + 1)
     throughout: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> lis
 
 @recent
 def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
-    """Return a lower bound that also counts what must be there while an operation's inputs are made, and where it is.
+    """Return a lower bound that also counts the recomputation of an operation's inputs, and where it binds.
 
     No lower than :func:`proven_floor`, and dearer; see :mod:`planner.solving.peak_proof`.
     """
@@ -84,7 +84,7 @@ def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[i
 
 @recent
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
-    """Bound the smallest possible peak from both sides; :func:`lowest_schedule` is what was found."""
+    """Bound the smallest peak from both sides; the upper bound is that of :func:`lowest_schedule`."""
     proven_bytes, _ = proven_peak(graph, costs)
     problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven_bytes)
     schedule = lowest_schedule(problem)
@@ -99,7 +99,7 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
 
 
 def lowest_peak(problem: Problem) -> MinimumPeak:
-    """Bound the smallest possible peak of a problem's plans, those with offload among them if there is a host."""
+    """Bound the smallest peak of a problem's plans, including those with offload if there is a host."""
     if problem.host is None:
         return minimum_peak(problem.graph, problem.costs)
     posed = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
@@ -107,7 +107,7 @@ def lowest_peak(problem: Problem) -> MinimumPeak:
 
 
 def proven_lowest(problem: Problem) -> int:
-    """Return a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
+    """Return a lower bound on the peak of a problem's plans, including those with offload if there is a host."""
     if problem.host is not None:
         problem = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
     return proven_peak(problem.graph, problem.costs)[0]

@@ -49,7 +49,7 @@ _NOTHING: Live = frozenset()
 
 
 class _Care(IntEnum):
-    """What is left out of the sets that are looked at: nothing, values that can be made again, and by pairs, too."""
+    """How sets of values are reduced before a bound: not at all, by recomputable values, and by pairs too."""
 
     NONE, VALUES, PAIRS = range(3)
 
@@ -57,7 +57,7 @@ class _Care(IntEnum):
 def proven_by_last_births(
     graph: TrainingGraph, costs: Sequence[OperationCost], first_run_bytes: Sequence[int]
 ) -> tuple[int, int]:
-    """Return a lower bound on the peak of any plan and the operation that binds; O(operations + reads) and some work.
+    """Return a lower bound on the peak of any plan and the operation that binds, within a limit of work.
 
     ``first_run_bytes`` is what must be there while each operation first runs, whatever a plan does. If the work does
     not do for some operations, the bound is a lower one.
@@ -92,7 +92,7 @@ def proven_by_last_births(
 
 
 class Births:
-    """Follows births back from the first run of an operation; every moment is then before that."""
+    """Follows the last births of live values back from the first run of an operation."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], least_bytes: float) -> None:
         self.graph, self.costs, self.least_bytes = graph, costs, least_bytes
@@ -134,7 +134,7 @@ class Births:
         self._stand(())
 
     def before(self, index: int) -> None:
-        """Begin with an operation: what no plan makes again, and a later one reads, stands from its first run on."""
+        """Start from an operation: values that are read later and never recomputed stay live from their first run."""
         self.index = index
         standing = tuple(u for u in self.irreplaceable if self.last_reader[u] > index)
         if standing != self.standing:
@@ -143,7 +143,7 @@ class Births:
             self._stand(standing)
 
     def _stand(self, standing: tuple[int, ...]) -> None:
-        """Set what stands, and forget what is known of sets beside others."""
+        """Set the values that are live throughout, and clear the memo of other sets."""
         self.standing = standing
         for u in standing:
             self.beside_bytes[u] = 0
@@ -159,16 +159,16 @@ class Births:
         """What two values need at least, and the peak at which that was asked."""
 
     def plain_peak(self, first_run_bytes: int, looks: int) -> int:
-        """Return the least that is there at most before an operation, and no less than given, if so many looks do."""
+        """Return the least peak before an operation, at least the given one, within a number of steps."""
         self.looks = looks
         return self._least(self.inputs[self.index], first_run_bytes, looks, _Care.NONE)
 
     def least_peak(self, first_run_bytes: int) -> int:
-        """Return the same, with what need not be looked at left out, if the looks that are left do."""
+        """Like :meth:`plain_peak`, with reduced sets, within the steps that are left."""
         return self._least(self.inputs[self.index], first_run_bytes, self.looks, _Care.PAIRS)
 
     def _least(self, start: Live, peak_bytes: int, looks: int, care: _Care) -> int:
-        """Return what a set needs at least; where so many looks do not do, what those that are left do.
+        """Return the least peak of a set of live values, within a number of steps.
 
         The lowest so far come first; of those that are as low, the ones that are nearest to nothing. The method is
         Dijkstra's, with the highest of a way in place of its length.
@@ -208,14 +208,14 @@ class Births:
                     heapq.heappush(queue, (highest, near, number, earlier))
 
     def _reach(self, live: Live, came_from: dict[Live, Live]) -> None:
-        """Remember the sets on a way that was found."""
+        """Remember the sets on a path that was found."""
         while live in came_from:
             self.reached.add(live)
             live = came_from[live]
         self.reached.add(live)
 
     def births(self, live: Live) -> Iterator[tuple[int, Live]]:
-        """Return, for each run that may have been the last to make some of this, what was there in it and before it.
+        """Return, for each run that may have produced one of these values last, the sets live in it and before it.
 
         By then all of this had been made once, and so had all that came before the last of its makers.
         """
@@ -227,11 +227,11 @@ class Births:
             yield live_bytes + more_bytes, live.difference(self.outputs[maker]) | self.inputs[maker]
 
     def _standing_bytes(self, ran: int) -> int:
-        """Return what stands once an operation has run."""
+        """Return the bytes live throughout once an operation has run."""
         return self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
 
     def _by_pairs(self, live: Live, peak_bytes: int) -> int:
-        """Return what two of these values need, if that is above a peak; else the peak."""
+        """Return the larger of a peak and the least peak of any two of these values."""
         if len(live) == 2:
             return peak_bytes
         for pair in combinations(sorted(live), 2):
@@ -250,7 +250,7 @@ class Births:
         return live
 
     def _earlier(self, live: Live, peak_bytes: int) -> Live | None:
-        """Return what may as well be held in place of values of one maker, from their last birth on.
+        """Return values that may be held instead of those of one operation, since their last birth.
 
         It is made of what that run reads, is no more than they, and nothing else is made of them.
         """
@@ -273,7 +273,7 @@ class Births:
         return None
 
     def _without_what_can_be_made(self, live: Live, peak_bytes: int) -> Live:
-        """Leave out, one by one, values that can be made again from the others, or from nothing, within a peak."""
+        """Drop, one by one, values that can be recomputed from the others, or from scratch, within a peak."""
         size_of = self.beside_bytes.__getitem__
         while live:
             by_makers = sorted(live, key=self.producer.__getitem__)
@@ -288,19 +288,19 @@ class Births:
         return live
 
     def _can_be_made_alone(self, value: int, held: Live, room_bytes: int) -> bool:
-        """Say whether a value is known to be made from nothing, beside others, in so many bytes."""
+        """Whether a value is known to be recomputable from scratch, beside others, in so many bytes."""
         if self.rooms[value] > room_bytes:
             return False
         needed = self.needed[self.producer[value]]
         return not needed or needed <= held.union(self.standing)
 
     def _can_help(self, held: Live, value: int) -> bool:
-        """Say whether a value is made of others, or with them."""
+        """Whether a value is computed from others, or together with them."""
         helps = self.can_help[self.producer[value]]
         return any(helps >> u & 1 for u in held)
 
     def _can_be_made(self, value: int, held: Live, room_bytes: int) -> bool:
-        """Say whether a way was found to make a value from others, which stay, in so many bytes beside them.
+        """Whether a value was found to be recomputable from others, which stay live, in so many further bytes.
 
         Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other;
         and where the latest of a set is needed by none of it and its maker reads no more than it makes, from there.
@@ -338,7 +338,7 @@ class Births:
         return False
 
     def _from_nothing(self, live: Live, held: Live, room_bytes: int) -> int:
-        """Return in how many bytes a set can be made from nothing; more than the room if that is not known."""
+        """Return the bytes in which a set can be computed from scratch; more than the limit if unknown."""
         if len(live) != 1:
             return room_bytes + 1 if live else 0
         (value,) = live
@@ -347,7 +347,7 @@ class Births:
     def _births_within(
         self, live: Live, held: Live, met: set[int], live_bytes: int, room_bytes: int
     ) -> Iterator[tuple[int, int, Live]]:
-        """Return, as births, what takes no more than so many bytes beside others; and the bytes before each."""
+        """Return the births within so many bytes beside others, and the bytes live before each."""
         size_of = self.beside_bytes.__getitem__
         makers = {self.producer[u] for u in live}
         needed = 0

@@ -32,7 +32,7 @@ _SECONDS_PER_LOOK, _SECONDS_PER_RUN = 2e-5, 3e-6
 def with_lower_peak(
     problem: Problem, schedule: Schedule, clock: Clock, least_bytes: int, is_over: Callable[[], bool] = lambda: False
 ) -> Schedule:
-    """Return a schedule of a lower peak, if one is found, down to some bytes."""
+    """Return a schedule of a lower peak, down to some bytes, if one is found."""
     peak_bytes = problem.evaluate(schedule).peak_bytes
     if peak_bytes <= least_bytes or clock.left() <= 0 or is_over():
         return schedule
@@ -54,7 +54,7 @@ class _PeakRepair:
         self._count()
 
     def lowered(self, schedule: Schedule, allowed_bytes: int, level: int) -> Schedule | None:
-        """Return a schedule within some bytes, by one change after the other; None if none was found in time."""
+        """Return a schedule within some bytes, by successive recomputations; None if none was found in time."""
         self.search.known.clear()
         self.search.looks_for_a_value, self.beside = _LEVELS[level]
         order = schedule.order
@@ -76,7 +76,7 @@ class _PeakRepair:
         return lifetimes(self.problem.graph, Schedule(order))
 
     def _better(self, order: tuple[int, ...], allowed_bytes: int) -> tuple[int, int, tuple[int, ...]] | None:
-        """Make one value again that waits over the highest moment; of those tried, where least is above."""
+        """Recompute one value that is live across the peak: the one that leaves the least above the target."""
         sizes = self.search.sizes
         highest = self.problem.evaluate(Schedule(order)).peak_position
         copies = self._copies(order)
@@ -94,7 +94,7 @@ class _PeakRepair:
     def _changed(
         self, order: tuple[int, ...], copies: list[Copy], value: int, after: int, allowed_bytes: int
     ) -> Iterator[tuple[int, ...]]:
-        """Make a value again before it is next read; where there is no room, another goes and is made again as well."""
+        """Recompute a value before its next read; without room for that, drop and recompute another one too."""
         position = self._next_read(order, value, after)
         changed = self._with(order, copies, value, position, allowed_bytes)
         if changed is not None:
@@ -115,7 +115,7 @@ class _PeakRepair:
     def _with(
         self, order: tuple[int, ...], copies: list[Copy], value: int, position: int, allowed_bytes: int, other: int = -1
     ) -> tuple[int, ...] | None:
-        """Make a value at a position, beside all that is there but itself and another; None if no way was found."""
+        """Recompute a value at a position beside all other live values; None if no way was found."""
         held, room_bytes = 0, allowed_bytes
         for copy in copies:
             if copy.born < position <= copy.died and copy.value not in (value, other):

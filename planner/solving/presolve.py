@@ -23,7 +23,7 @@ _SMALL_TOGETHER = 5e-4
 
 
 def merged(problem: Problem) -> Problem:
-    """Return the problem with one value for all that an operation makes for the same readers; the others take nothing.
+    """Merge an operation's outputs that have the same readers into one value.
 
     Each schedule takes as many bytes at each moment as before. O(values + reads).
     """
@@ -39,7 +39,7 @@ def merged(problem: Problem) -> Problem:
 
 
 def without_small(problem: Problem) -> Problem:
-    """Return the problem with the smallest values taking nothing: no schedule takes more bytes, so bounds hold.
+    """Ignore the smallest values' bytes: no schedule needs more, so bounds stay valid.
 
     O(values x log values).
     """
@@ -68,7 +68,7 @@ def _with_sizes(problem: Problem, sizes: Sequence[int]) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class DominatedValue:
-    """A value that is never held between the first run of its reader and the end of the step."""
+    """A value that some cheapest plan never holds after the first run of its reader."""
 
     value: int
     maker: int
@@ -80,7 +80,7 @@ class DominatedValue:
 
 
 def dominated_values(graph: TrainingGraph, apart: Collection[int] = ()) -> list[DominatedValue]:
-    """Return these values, by their makers, but for those of operations whose runs are moments themselves.
+    """Return the dominated values by their producers.
 
     The results may then be made earlier than they were: other moments than first runs of the base order, and those at
     which operations ``apart`` run again, may take more. O(operations + reads).
@@ -105,5 +105,5 @@ def _dominated(graph: TrainingGraph, value: int, apart: Collection[int]) -> Domi
 
 
 def can_be_dropped(graph: TrainingGraph, value: int) -> bool:
-    """Say whether a value takes bytes that a plan need not hold: it is read again, and does not stay anyway."""
+    """Whether a value has bytes that a plan may free: it is read later and not retained."""
     return bool(graph.values[value].size_bytes and graph.readers[value]) and not graph.values[value].retained

@@ -39,11 +39,11 @@ _NEVER = 1 << 62
 
 
 class _NoWay(Exception):
-    """It was not found out how to make something."""
+    """No way to recompute a value was found."""
 
 
 class RecomputeSearch:
-    """How the values of a step can be made again."""
+    """Search for the operations that recompute a value beside others that stay live."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost]) -> None:
         self.graph = graph
@@ -104,7 +104,7 @@ class RecomputeSearch:
                     self.rooms[u] = needed[index]
 
     def runs(self, value: int, held: int, ran: int, room_bytes: int) -> list[int] | None:
-        """Return runs that make a value, after which all that was held is there; None if no way was found.
+        """Return runs that recompute a value and leave all held values live; None if no way was found.
 
         Only the first so many operations have run. The room is for all that is there beside what is retained.
         """
@@ -130,7 +130,7 @@ class RecomputeSearch:
     def way(
         self, wanted: int, held: int, stays: int, room_bytes: int, looks: int, *, deeply: bool = True
     ) -> list[tuple[int, int, int]] | None:
-        """Return how to come from what is held to a set, beside what must stay; None if no way was found.
+        """Return the runs from the held values to a set, beside those that must stay live; None if no way was found.
 
         Each step is the set before it, an operation that runs, and -1 if that is all, or the value that is made after
         whatever else that takes. First come sets of which the fewest bytes are missing; if that finds no way, those of
@@ -185,7 +185,7 @@ class RecomputeSearch:
         return None
 
     def _last_made(self, live: int, held: int, room_bytes: int, *, deeply: bool) -> int:
-        """Return a value of a set that can be made beside the rest, if that is there; or -1."""
+        """Return a value of a set that can be computed last, beside the rest; -1 if there is none."""
         missing = live & ~held
         free_bytes = room_bytes - self.bytes_of(live)
         for u in sorted(members(missing), key=self.producer.__getitem__):
@@ -195,7 +195,7 @@ class RecomputeSearch:
         return -1
 
     def _can_be_made(self, value: int, held: int, room_bytes: int) -> bool:
-        """Say whether a way is known to make a value from others, which stay, in so many bytes beside them."""
+        """Whether a value is known to be recomputable from others, which stay live, in so many further bytes."""
         if self.rooms[value] <= room_bytes:
             return True
         maker = self.producer[value]
@@ -220,7 +220,7 @@ class RecomputeSearch:
 
 
 class _Runs:
-    """Runs that follow each other, and what is there after them."""
+    """A sequence of runs, and the values live after it."""
 
     def __init__(self, search: RecomputeSearch, held: int, room_bytes: int) -> None:
         self.search, self.held, self.room_bytes = search, held, room_bytes
@@ -229,7 +229,7 @@ class _Runs:
         """Of the operations that ran, in base order."""
 
     def bring(self, wanted: int, stays: int) -> None:
-        """Make all of a set, beside what must stay; what else is held stays as long as there is room."""
+        """Recompute a whole set beside values that must stay live; other held values stay while there is room."""
         if not wanted & ~self.held:
             return
         search = self.search
@@ -263,7 +263,7 @@ class _Runs:
         self.latest = max(self.latest, operation)
 
     def _next_read(self, value: int) -> int:
-        """Return the next operation that reads a value, as far as the runs so far are those of a step."""
+        """Return the next operation of the step that reads a value."""
         readers = self.search.graph.readers[value]
         place = bisect_left(readers, self.latest)
         return readers[place] if place < len(readers) else len(self.search.inputs)

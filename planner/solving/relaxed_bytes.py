@@ -20,7 +20,7 @@ _NOTHING = 1e-9
 def bytes_between(
     problem: Problem, cuts: Sequence[Cut], model: Model, columns: Sequence[float]
 ) -> list[dict[int, float]]:
-    """Return, for each cut, about what a relaxed solution takes at each first run between it and the next.
+    """Estimate the live bytes of a relaxed solution at each first run between two cuts.
 
     O(values + reads) for each cut, and O(reads of what changes) for each first run.
     """
@@ -32,7 +32,7 @@ def bytes_between(
 
 
 class _Stretch:
-    """First runs between a cut and the next, and what runs again among them."""
+    """First runs between two cuts, and the recomputations among them."""
 
     def __init__(
         self, problem: Problem, model: Model, columns: Sequence[float], number: int, begin: int, end: int
@@ -56,7 +56,7 @@ class _Stretch:
         self.total_bytes = 0.0
 
     def bytes(self) -> dict[int, float]:
-        """Carry it out, and follow what changes from one first run to the next."""
+        """Simulate the stretch from one first run to the next."""
         graph, sizes = self.graph, self.sizes
         retained_bytes = sum(
             value.size_bytes
@@ -81,7 +81,7 @@ class _Stretch:
         return found
 
     def share_after(self, value: int, step: int) -> float:
-        """Return how much of a value there is while a first run does not touch it."""
+        """Return the live share of a value while a first run does not touch it."""
         readers = self.graph.readers[value]
         following = readers[bisect_right(readers, step) :]
         is_read = bool(following) and following[0] < self.end
@@ -90,7 +90,7 @@ class _Stretch:
         return max(share - self.left.get(self.graph.producer[value], 0.0), 0.0)
 
     def make(self, value: int) -> None:
-        """Run again what is missing of a value, as far as there is something left to run."""
+        """Recompute the missing share of a value, as far as the solution allows."""
         stack = [(value, 1.0)]
         while stack:
             u, wanted = stack.pop()

@@ -20,7 +20,7 @@ _SECONDS_PER_RUN = 1e-5
 
 
 def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Leave out the reruns whose results nobody reads."""
+    """Remove recomputations whose outputs are unused."""
     operations, values = problem.graph.operations, problem.graph.values
     first = Schedule(tuple(order)).first_runs()
     wanted = [False] * len(values)
@@ -100,7 +100,7 @@ class Layout:
 
 
 def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
-    """Plan to make a value again before ``target``, not hold it over ``peak``: runs in order, bytes freed, seconds."""
+    """Plan to recompute a value before ``target`` instead of holding it across ``peak``: runs, bytes freed, seconds."""
     problem = layout.problem
     operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
     value = layout.value[copy]
@@ -136,7 +136,7 @@ def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int]
 
 
 def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
-    """Return the copies live but unused at a position, each with the position of its next read."""
+    """Return the copies that are idle at a position, each with the position of its next read."""
     found = []
     values = layout.problem.graph.values
     for copy, born in enumerate(layout.born):
@@ -156,7 +156,7 @@ def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
 
 
 def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[list[int], int]:
-    """Insert reruns, cheapest per byte freed first, until the peak is within the budget, or the clock says to give up.
+    """Insert recomputations, cheapest per byte freed first, until the peak is within the budget or time is up.
 
     The order of the lowest peak that was seen comes back, and that peak.
     """
@@ -194,7 +194,7 @@ def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[li
 
 
 def take_back(problem: Problem, order: Sequence[int], clock: Clock) -> list[int]:
-    """Remove reruns, dearest first, as long as the peak stays within the budget.
+    """Remove recomputations, dearest first, while the peak stays within the budget.
 
     A rerun is looked at in O(gap since the copy before); each removal costs one :class:`Layout`.
     """
@@ -227,7 +227,7 @@ def take_back(problem: Problem, order: Sequence[int], clock: Clock) -> list[int]
 
 
 def _can_go(layout: Layout, position: int) -> bool:
-    """Say whether the copies before a rerun could stay in its place, by their bytes alone."""
+    """Whether keeping the earlier copies in place of a recomputation would fit, by their bytes alone."""
     graph, budget_bytes = layout.problem.graph, layout.problem.budget_bytes
     for u in graph.operations[layout.order[position]].outputs:
         if graph.values[u].retained or not graph.values[u].size_bytes:

@@ -31,19 +31,19 @@ one."""
 
 
 def _room(schedule: Schedule | None) -> tuple[int, int]:
-    """Return how often one operation may run, and how many reruns there may be, for moves from a schedule. O(runs)."""
+    """Return the limits of runs per operation and of reruns in all, for moves from a schedule. O(runs)."""
     runs = Counter(schedule.order if schedule is not None else ())
     return _SPARE * max(runs.values(), default=0), _SPARE * (runs.total() - len(runs))
 
 
 def slots_needed(schedule: Schedule) -> int:
-    """Return how many slots each operation needs for the order of what runs again in a schedule. O(runs)."""
+    """Return how many slots each operation needs to express a schedule's recomputations. O(runs)."""
     backwards = (sum(map(ge, runs, runs[1:])) for runs in schedule.recomputations().values())
     return 1 + max(backwards, default=0)
 
 
 class RerunSet:
-    """A set of reruns, changed at random by :mod:`planner.solving.annealing`, and the cheapest within the budget.
+    """A recompute set that :mod:`planner.solving.annealing` changes at random, and the cheapest one within the budget.
 
     With ``room_for`` it can be what becomes of that schedule, and has room to move from there.
     """
@@ -105,7 +105,7 @@ class RerunSet:
         self.reset(())
 
     def reset(self, keys: Iterable[int]) -> None:
-        """Make the set of reruns exactly these."""
+        """Replace the set."""
         state, kernels, count = self.state, self.kernels, len(self.problem.graph.operations)
         state.keys[:count], state.live_bytes[:count], state.dying_bytes[:count], state.slots[:, 0] = self.without
         state.count[:] = 1
@@ -116,7 +116,7 @@ class RerunSet:
         kernels.add_all(self.tables, state, import_module("numpy").array(sorted(set(keys)), dtype="int64"))
 
     def keys_of(self, schedule: Schedule) -> list[int]:
-        """Return the set of reruns of a schedule; some are lost if it needs more slots.
+        """Return the recompute set of a schedule; reruns beyond the slots are dropped.
 
         What rises in base order shares a slot.
         """
@@ -132,7 +132,7 @@ class RerunSet:
         return sorted(keys)
 
     def schedule(self, keys: Iterable[int]) -> Schedule:
-        """Write a set of reruns as a schedule."""
+        """Return the schedule of a recompute set."""
         count, slots = len(self.problem.graph.operations), self.slots
         before: dict[int, list[int]] = {}
         for key in sorted(keys):
@@ -140,14 +140,14 @@ class RerunSet:
         return Schedule.with_recomputations(self.problem.graph, before)
 
     def can_be(self, schedule: Schedule, most_bytes: float) -> bool:
-        """Say whether what becomes of a schedule here takes no more than so much, with room to move from there."""
+        """Whether a schedule can be expressed here within some bytes, with room for further moves."""
         copies, runs = _room(schedule)
         if copies > self.state.slots.shape[1] or runs > len(self.state.reruns):
             return False
         return self.problem.evaluate(self.schedule(self.keys_of(schedule))).peak_bytes <= most_bytes
 
     def best(self) -> Any:
-        """Return the keys of the cheapest set within the budget that the moves have come by."""
+        """Return the keys of the cheapest set within the budget so far."""
         return self.state.best[1 : 1 + self.state.best[0]]
 
 

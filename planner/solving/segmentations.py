@@ -44,7 +44,7 @@ def _counts(places: int) -> list[int]:
 
 
 def _saved_before(graph: TrainingGraph, turn: int) -> list[int]:
-    """Give, up to and with each operation of the forward, the bytes that it saves for the backward."""
+    """Return the cumulative bytes of saved activations after each forward operation."""
     saved = [0] * turn
     for u, maker in enumerate(graph.producer):
         if maker < turn and graph.readers[u] and graph.readers[u][-1] >= turn:
@@ -53,7 +53,7 @@ def _saved_before(graph: TrainingGraph, turn: int) -> list[int]:
 
 
 def _boundaries(crossing: list[int], before: list[int], narrow: list[int], count: int) -> tuple[int, ...]:
-    """Choose the narrow places that cut what is saved for the backward into about equal segments."""
+    """Choose the narrow places that divide the saved activations into about equal segments."""
     total = before[-1]
     window = total / count / 2
     chosen: set[int] = set()
@@ -66,7 +66,7 @@ def _boundaries(crossing: list[int], before: list[int], narrow: list[int], count
 
 
 def _segmented(graph: TrainingGraph, turn: int, places: tuple[int, ...], *, keeps_last: bool) -> Schedule:
-    """Drop, when the forward has ended, all that crosses no boundary."""
+    """Drop, after the forward, all values that are no boundary of a segment."""
     dropped = []
     for u, maker in enumerate(graph.producer):
         if maker >= turn or not graph.operations[maker].recomputable or (keeps_last and maker > places[-1]):

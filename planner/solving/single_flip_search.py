@@ -32,7 +32,7 @@ _SECONDS_PER_RUN = 2e-5
 
 
 class SingleFlipSearch:
-    """Plans around those that a solver proposes for the same values to be fetched."""
+    """Neighbours of a solver's plan with the same offloaded values."""
 
     def __init__(self, asked: OffloadReduction, clock: Clock, is_over: Callable[[], bool]) -> None:
         self.asked, self.clock, self.is_over = asked, clock, is_over
@@ -53,7 +53,7 @@ class SingleFlipSearch:
         self._look = cache(self._carried_out)
 
     def better(self, schedule: Schedule) -> Schedule | None:
-        """Go from a schedule of the problem as posed to the best that single changes lead to; None if none fits.
+        """Improve a schedule of the reduced problem by single changes; None if none fits.
 
         O(operations x values) schedules for each change that helps.
         """
@@ -107,7 +107,7 @@ class SingleFlipSearch:
         return found
 
     def _earlier(self, order: list[int]) -> Iterator[list[int]]:
-        """Let each rerun go ahead of more and more of those before it."""
+        """Move each recomputation earlier, step by step."""
         first = Schedule(tuple(order)).first_runs()
         for position, index in enumerate(order):
             if first[index] == position:
@@ -117,7 +117,7 @@ class SingleFlipSearch:
                 yield [*order[:earlier], index, *order[earlier:position], *order[position + 1 :]]
 
     def _timed(self, order: list[int]) -> Found | None:
-        """Return transfers time to hide, and say what the plan costs; None if it does not fit."""
+        """Widen transfer windows, and return the plan with its cost; None if it does not fit."""
         problem = self.problem
         self.clock.work(len(order) * _SECONDS_PER_RUN)
         tight = self.asked.invert(Schedule(tuple(order)))

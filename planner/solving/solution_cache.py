@@ -56,7 +56,7 @@ def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
 
 
 def find(problem: Problem, key: str) -> Solution | None:
-    """Return the solution that was kept under a key, if it is whole and keeps its claim on this problem."""
+    """Return the cached solution of a key, if it is intact and its claim holds for this problem."""
     begun = time.perf_counter()
     solution = cache_folder.find(KIND, key, partial(_solution, problem, key), _LARGEST_ENTRY_BYTES)
     if solution is None:
@@ -65,13 +65,13 @@ def find(problem: Problem, key: str) -> Solution | None:
 
 
 def keep(key: str, solution: Solution) -> None:
-    """Keep a solution under a key; where that cannot be written, nothing is kept."""
+    """Cache a solution under a key; ignored if the folder cannot be written."""
     content = {"key": key, **to_data(solution)}
     cache_folder.keep(KIND, key, json.dumps({"digest": _digest(content), "solution": content}), LIMIT_BYTES)
 
 
 def digest_of_source(package: Path) -> str:
-    """Return a digest of all source that a solution depends on: the rooms that solving is made of."""
+    """Return a digest of the source files that solutions depend on."""
     digest = hashlib.sha256()
     for path in sorted(path for room in _ROOMS for path in (package / room).rglob("*.py")):
         digest.update(f"{path.relative_to(package)} ".encode())
@@ -81,7 +81,7 @@ def digest_of_source(package: Path) -> str:
 
 @cache
 def _versions() -> str:
-    """Tell solvers apart by the source that solving depends on, and by the libraries that it stands on."""
+    """Identify the solvers by a digest of their source and the versions of their libraries."""
     found = [digest_of_source(Path(__file__).parents[1])]
     for library in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):

@@ -28,14 +28,14 @@ _ONE_PLACE = 0.7
 
 
 class Member(NamedTuple):
-    """A set of reruns that keeps the budget: what it costs in the kernels' unit, and its keys in order."""
+    """A recompute set within the budget: its cost in the kernels' unit, and its sorted keys."""
 
     cost: float
     keys: tuple[int, ...]
 
 
 class SolutionPool:
-    """Members, which are let in as long as they are among the cheapest, and those that were there before these."""
+    """The cheapest recompute sets found, in this generation and the earlier ones."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -53,16 +53,16 @@ class SolutionPool:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it brought nothing cheaper for so long that it hardly will."""
+        """Whether the pool has stagnated."""
         return self.fruitless >= _FRUITLESS
 
     def rewrite(self, keys: Callable[[tuple[int, ...]], Iterable[int]]) -> None:
-        """Write the keys of all in another way."""
+        """Rewrite the keys of all members."""
         self.members = [Member(each.cost, tuple(keys(each.keys))) for each in self.members]
         self.before = [Member(each.cost, tuple(keys(each.keys))) for each in self.before]
 
     def enter(self, found: Member | None) -> None:
-        """Let one in, in place of those that it is like, or of the dearest where there are many, if it costs less.
+        """Add a member that is cheaper than similar ones, or than the dearest if the pool is full.
 
         None stands for one that does not keep the budget. O(members x keys).
         """
@@ -78,7 +78,7 @@ class SolutionPool:
             self.stale = 0
 
     def renewed(self, *, keep_best: bool) -> bool:
-        """Begin again if it is time to, and say so: with the best of these and of those before, or after that anew.
+        """Restart a stagnated pool, from the best of all generations or empty; return whether it was restarted.
 
         Where it is hard to come by members from nothing, the best is kept even so.
         """
@@ -94,7 +94,7 @@ class SolutionPool:
         return True
 
     def crossed(self) -> list[int]:
-        """Take what one makes again before some slot, and what the other does from there on; or within two slots."""
+        """Cross two recompute sets at one slot, or between two."""
         one, other = self.random.sample(self.members, 2)
         places = sorted({*one.keys, *other.keys})
         first, last = sorted(self.random.choices(places, k=2))

@@ -22,7 +22,7 @@ from planner.solving.presolve import DominatedValue, dominated_values
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A moment of the step."""
+    """A moment of the step at which the programme decides what is held."""
 
     step: int
     """The operation of the base order whose first run it is, or comes right before."""
@@ -45,13 +45,13 @@ _NO_PRICE = 1e-9
 
 
 def is_binding(price: float) -> bool:
-    """Say whether a row holds an optimum up, by what its bound would fall by without it."""
+    """Whether a row is binding at an optimum, by its dual price."""
     return abs(price) > _NO_PRICE
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a cut has room for; in a whole plan each of its columns is 0 or 1."""
+    """The budget row of a cut."""
 
     cut: Cut
     sizes: dict[int, int]
@@ -62,7 +62,7 @@ class Room:
 
 @dataclass(slots=True)
 class Model:
-    """A mixed-integer programme: minimise ``cost . x``, every ``x`` in 0..1, every row at least so much.
+    """A mixed-integer programme: minimise ``cost . x`` with every ``x`` in 0..1 and every row at least its limit.
 
     ``run_again[k]`` and ``held[k]`` give, for the cut ``k``, the column of each operation that may
     run again between it and the next cut, and of each value that may be held at it or not;
@@ -90,12 +90,12 @@ class Model:
         return len(self.cost) - 1
 
     def at_least(self, least: float, *terms: tuple[int, float]) -> None:
-        """Require a weighted sum to be at least so much."""
+        """Add a row: a weighted sum is at least a limit."""
         self.rows.append((list(terms), least))
 
 
 def needed_after(problem: Problem, latest: int) -> tuple[list[int], list[int]]:
-    """Return what a cut is about: operations worth running again after it, values worth holding at it.
+    """Return the operations that may be recomputed after a cut and the values that may be held at it.
 
     Values of no size and retained ones are held without asking, so they are left out.
     """
@@ -114,7 +114,7 @@ def needed_after(problem: Problem, latest: int) -> tuple[list[int], list[int]]:
 
 
 def build(problem: Problem, cuts: Sequence[Cut]) -> Model | None:
-    """Write down the integer programme for some cuts; None if one of them breaks the budget whatever is dropped.
+    """Build the integer programme of some cuts; None if a cut exceeds the budget whatever is dropped.
 
     Cuts are in order of time. One with ``again`` set follows, perhaps after others like it, the cut of
     the operation before its ``step``, and so precedes that of ``step``. The optimum is a proven bound.
@@ -170,7 +170,7 @@ class _Builder:
         model.ever_after = [*({o: model.column() for o in again} for again in random[:-1]), random[-1]]
 
     def columns_of_runs(self, again: Sequence[int]) -> dict[int, int]:
-        """Add the columns of what may run again after a cut; what runs again only with its reader has that one's."""
+        """Add columns of operations recomputed after a cut; one that is tied to its reader shares its column."""
         columns: dict[int, int] = {}
         for operation in reversed(again):
             cost = self.problem.costs[operation].seconds / self.scale
@@ -182,7 +182,7 @@ class _Builder:
         return dict(reversed(columns.items()))
 
     def sources(self, number: int, value: int) -> list[tuple[int, float]]:
-        """Return the columns of which one must be 1 for a value to be there after a cut; none if it always is."""
+        """Return the columns of which one must be 1 for a value to be available after a cut; none if it always is."""
         if value not in self.model.held[number]:
             return []
         held = self.model.held[number][value]
@@ -191,7 +191,7 @@ class _Builder:
         return terms if maker is None else [*terms, (maker, 1.0)]
 
     def require_inputs(self, number: int) -> None:
-        """Require what runs between a cut and the next to find its inputs."""
+        """Require the inputs of all operations that run between two cuts to be available."""
         model, cut = self.model, self.cuts[number]
         held, run_again = model.held[number], model.run_again[number]
         is_last = number + 1 == len(self.cuts)
@@ -207,7 +207,7 @@ class _Builder:
             self.require_beginning(number)
 
     def require_beginning(self, number: int) -> None:
-        """Require a cut between two steps to be the moment that it is said to be."""
+        """Fix what a cut inside a step means."""
         model, held = self.model, self.model.held[number]
         begins, run_again = model.begins[number], model.run_again[number]
         any_begins = [(column, 1.0) for column in begins.values()]
@@ -230,7 +230,7 @@ class _Builder:
                 model.at_least(0.0, *((earlier, 1.0) for earlier in before), (column, -1.0))
 
     def link_to_next(self, number: int) -> None:
-        """Require what is held at the next cut to be held at this one or made between."""
+        """Require values held at the next cut to be held at this one or recomputed in between."""
         model, following = self.model, self.cuts[number + 1]
         for value, column in model.held[number + 1].items():
             maker = self.graph.producer[value]
@@ -242,7 +242,7 @@ class _Builder:
             model.at_least(0.0, *sources, (column, -1.0))
 
     def keep_states(self, number: int) -> None:
-        """Let a random state be there at a cut if its operation runs again at any time after it."""
+        """Hold a random state at a cut if its operation is recomputed after it."""
         model, ever = self.model, self.model.ever_after[number]
         for operation, column in ever.items():
             model.at_least(0.0, (column, 1.0), (model.run_again[number][operation], -1.0))
@@ -270,7 +270,7 @@ class _Builder:
 def carry_out(
     problem: Problem, cuts: Sequence[Cut], model: Model, columns: Sequence[float]
 ) -> tuple[Schedule, list[int]]:
-    """Turn a solution of a model of some cuts into a schedule that runs everything again as late as it may.
+    """Turn a solution of a model into a schedule that recomputes everything as late as possible.
 
     Beside it comes, for each of its positions, the last cut that has come; -1 before the first.
     """
@@ -292,7 +292,7 @@ def carry_out(
             absent.difference_update(operations[index].outputs)
 
     def missing(index: int) -> list[int]:
-        """Return what must run again before an operation can, in base order."""
+        """Return the operations to recompute before an operation can run, in base order."""
         found: set[int] = set()
         stack = [index] if pending else []
         while stack:
@@ -316,7 +316,7 @@ def carry_out(
 def _dropped(
     problem: Problem, cuts: Sequence[Cut], model: Model, run_again: list[set[int]], begins: list[list[int]]
 ) -> list[set[int]]:
-    """Give, for each cut, the values that need not be held at it, given what runs again.
+    """Return, for each cut, the values that need not be held, given the recomputations.
 
     The ``held`` columns of a solution are no guide: where there is room they may be anything.
     """

@@ -10,7 +10,7 @@ from planner.ir.schedule import Offload, Schedule
 
 
 def widened(problem: Problem, schedule: Schedule) -> Schedule:
-    """Let values leave later than right after their last use, and return earlier than right before their next.
+    """Widen the windows of transfers, within the budget, so that they hide behind computation.
 
     The order stays, and the budget is kept if the schedule keeps it. A value leaves when it is sent, or
     before, where its place is needed: of all that wait for that, those that are sent first. It returns
@@ -34,7 +34,7 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
 
 
 def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:
-    """Keep offloaded values on the device where there is room for them all the time that they are away."""
+    """Keep offloaded values on the device where the budget has room for them throughout."""
     live = list(problem.evaluate(schedule).timeline_bytes)
     kept: list[Offload] = []
     for offload in sorted(schedule.offloads, key=lambda o: o.returns[0] - o.leaves):
@@ -49,7 +49,7 @@ def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:
 
 
 class _Windows:
-    """The offloads of one order, and the bytes at each position, while windows are being set."""
+    """The transfers of one order, and the live bytes at each position, while windows are widened."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         assert problem.host is not None
@@ -72,11 +72,11 @@ class _Windows:
         return tuple(self.now[u] for u in sorted(self.now))
 
     def last_use(self, u: int, before: int) -> int:
-        """Return the last position before another at which a value is made or read."""
+        """Return the last position before another at which a value is computed or read."""
         return self.uses[u][bisect_left(self.uses[u], before) - 1]
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Let values leave when they are sent, or when their place is needed, or at once."""
+        """Free offloaded values when they are sent, when their bytes are needed, or at once."""
         self.starts = []
         operations, costs = self.problem.graph.operations, self.problem.costs
         free: dict[int, list[int]] = {}
@@ -109,7 +109,7 @@ class _Windows:
                     sending_until = sent[u] = max(sending_until, now) + self.seconds[u]
 
     def stay(self, u: int, free: dict[int, list[int]]) -> None:
-        """Keep a value on the device until its first return; it may leave after the uses that follow."""
+        """Keep a value on the device until its first return; it may leave after later uses."""
         offload = self.now.pop(u)
         if len(offload.returns) > 1:
             leaves = self.last_use(u, offload.returns[1]) + 1
@@ -117,7 +117,7 @@ class _Windows:
             free.setdefault(leaves, []).append(u)
 
     def come_back(self) -> None:
-        """Let values return early enough for no run to wait, where there is room."""
+        """Fetch values early enough that no operation waits, where the budget has room."""
         coming = []
         for u, offload in self.now.items():
             before = [max(offload.leaves, self.last_use(u, back) + 1) for back in offload.returns]

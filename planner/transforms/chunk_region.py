@@ -120,7 +120,7 @@ class _Growth:
                     pending.extend(self._join(neighbour))
 
     def _join(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Take a call in, and give the values that are to be followed from it."""
+        """Add a call to the region, and return the values to follow from it."""
         split = split_of(node, self.rows, self.forms)
         if split is None:
             return
@@ -140,7 +140,7 @@ class _Growth:
         yield from (made_node for made_node, form in made.items() if form is not Form.SUM and self._leads_on(made_node))
 
     def take_back(self) -> None:
-        """Leave out what must be there whole, and would have to be put together from large chunks, or cannot be."""
+        """Remove calls whose whole output is needed and would be assembled from large chunks, or cannot be."""
         pending = deque(self.splits)
         while pending:
             node = pending.popleft()
@@ -166,7 +166,7 @@ class _Growth:
         return self.forms[node] is Form.SUM or (self.forms[node] is Form.ROWS and may_be_joined)
 
     def _can_take(self, source: fx.Node, form: Form) -> bool:
-        """Whether chunks of a value are there, or can be looked at in it: its leading dimensions are as one."""
+        """Whether chunks of a value exist or are views of it: its leading dimensions are contiguous."""
         if form is Form.COLUMNS or (source in self.splits and self.forms[source] is form):
             return True
         tensor = tensors_of(source)[0]
@@ -223,7 +223,7 @@ def _like(node: fx.Node, seed: fx.Node) -> bool:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether a call looks at what it is given, and makes nothing."""
+    """Whether a call is a view."""
     if node.target is operator.getitem:
         return _is_alias(node.args[0])  # type: ignore[arg-type]
     read = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
@@ -231,5 +231,5 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _chunked_bytes(node: fx.Node) -> int:
-    """Count what a call makes, over all chunks; what it only looks at is no more."""
+    """Return the bytes of a call's outputs over all chunks; views count nothing."""
     return 0 if _is_alias(node) else sum(tensor.nbytes for tensor in tensors_of(node))

@@ -107,7 +107,7 @@ class _Rewrite:
         return ((node, levels[node]) for node in self.region.splits)
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """Return what stands for a call's whole output."""
+        """Return the node of a call's whole output."""
         if node in self.whole:
             return self.whole[node]
         if node not in self.region.splits:
@@ -203,7 +203,7 @@ class _Rewrite:
         return new
 
     def _part(self, source: fx.Node, reader: fx.Node, number: int) -> fx.Node:
-        """Return what a chunk of a call reads: a chunk, or all."""
+        """Return an input for one chunk of a call: a chunk of it, or all."""
         if self.region.passes(source, reader):
             return self.parts[number][source]
         whole = self._whole(source)

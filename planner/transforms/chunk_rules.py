@@ -46,7 +46,7 @@ SHAPE_ARGUMENT = {
 
 
 class Form(Enum):
-    """How a tensor stands to the rows."""
+    """How a tensor depends on the rows."""
 
     ROWS = "rows"
     """Its leading dimensions hold them."""

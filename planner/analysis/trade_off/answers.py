@@ -28,7 +28,7 @@ RECOMPUTE_ALONE = "recompute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to choose what is recomputed, and why there is no point of it if there is none.
+    """One way to choose what is recomputed: its points, or the reason why there are none.
 
     A solver's points are at the curve's budgets; of a method without a budget each stands at its own peak.
     """
@@ -43,7 +43,7 @@ class Method:
 
 
 def check(names: Sequence[str], runtime: str = "graph") -> None:
-    """Refuse names of no way, and those of ways that a runtime cannot go."""
+    """Refuse unknown methods, and those that a runtime cannot carry out."""
     known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
     for name in names:
         if name not in known and not is_strategy(name):
@@ -64,7 +64,7 @@ def methods_beside(
     pytorch: Callable[[], Iterable[Schedule]] | None = None,
     count: Count = lambda done, total: None,
 ) -> tuple[Method, ...]:
-    """Return ways on the budgets and under the bounds of a curve, each solver for as long as the curve's.
+    """Evaluate methods at the budgets of a curve, each solver with the curve's time limit.
 
     ``pytorch`` gives what PyTorch's partitioner decides on the graph of the same step.
     """

@@ -103,7 +103,7 @@ class SizeSearch:
         return cls(sizes=sizes, axis=axis, search=for_one_row(search), **more)
 
     def run(self) -> SizeAxis:
-        """Look at sizes until the largest that fits is known."""
+        """Try sizes until the largest that fits is known."""
         lower = None
         for size in self.sizes.values:
             if not self._look(size).fits:
@@ -130,7 +130,7 @@ class SizeSearch:
             before = fits
 
     def _guess(self, lower: int, upper: int) -> int:
-        """Say where a line through the smallest budgets of two sizes meets the budget."""
+        """Interpolate the largest size from the smallest budgets of two sizes."""
         needs = {row.size: row.outcome.minimum_feasible_peak_bytes for row in self.axis.rows}
         rise_bytes = needs[upper] - needs[lower]
         if rise_bytes <= 0:
@@ -176,12 +176,12 @@ class Outcome:
 
 
 def for_one_row(search: Search) -> Search:
-    """Return how a plan for one size or device is looked for, beside a curve that is looked for in this way."""
+    """Return the search options for one size or device, a share of the curve's."""
     return replace(search, time_limit_seconds=_ROW_SHARE * search.time_limit_seconds, enough=ENOUGH)
 
 
 def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:
-    """Plan a step for a budget, and give what comes of it in numbers; nothing is compared, as nobody would see it."""
+    """Plan a step for a budget, without comparisons, and return the figures."""
     try:
         plan = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)
     except NoPlanFitsError as error:

@@ -44,7 +44,7 @@ _LEAST_SECONDS = 0.1
 
 
 class CurveSweep:
-    """A curve in the making.
+    """Solves the points of a curve from coarse to fine, each from what is known at the others.
 
     The ends come first, then the middle, then the middles of the halves, and so on: every point has a neighbour on
     both sides.
@@ -148,7 +148,7 @@ class CurveSweep:
         return replace(self.curve(), **axes)
 
     def plans(self) -> Iterator[Plan]:
-        """Write out the plan of every point, with its step over time."""
+        """Return the plan of every point, with its timeline."""
         for point in self.curve().with_asked:
             best = self._best(point.budget_bytes)
             if best is not None:
@@ -163,7 +163,7 @@ class CurveSweep:
         return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
 
     def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock) -> None:
-        """Better what the neighbours give."""
+        """Improve the best plan known from the neighbouring points."""
         if budget_bytes >= self.proven_bytes:
             incumbent = Incumbent(self._problem(budget_bytes))
             if (best := self._best(budget_bytes)) is not None:
@@ -194,7 +194,7 @@ class CurveSweep:
         )
 
     def _take(self, budget_bytes: int, incumbent: Incumbent) -> None:
-        """Keep what a solve has come to, held against the simulator and against its own bound."""
+        """Keep the result of a solve, checked by the simulator and against its own bound."""
         if incumbent.schedule is not None:
             excess_seconds = incumbent.lower_bound_seconds - incumbent.added_seconds
             if excess_seconds > _TOLERANCE * self.baseline.seconds:

@@ -119,7 +119,7 @@ def _parts(text: str) -> list[str]:
 
 
 def spread(low: int, high: int, points: int) -> tuple[int, ...]:
-    """Return numbers at equal distances from one to another, both included; one where they are the same.
+    """Return equally spaced integers between two ends, both included.
 
     >>> spread(10, 20, 3), spread(7, 7, 3)
     ((10, 15, 20), (7,))

@@ -13,7 +13,7 @@ from planner.plans.plan import EagerStep, header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOffPoint:
-    """What one budget for the whole device costs."""
+    """Overhead and bound at one budget of the whole device."""
 
     budget_bytes: int
     predicted_peak_bytes: int | None = None

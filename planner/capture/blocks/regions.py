@@ -73,7 +73,7 @@ class Block:
 
     @property
     def tangents(self) -> list[tuple[fx.Node, int]]:
-        """The backward's placeholders, each with the number of the result whose gradient it is."""
+        """The backward's placeholders, each with the index of the output whose gradient it is."""
         joint = self.lowered.joint
         raw = joint.output_descriptors[0]
         descriptors = [node.meta["desc"] for node in joint.tangents]
@@ -89,7 +89,7 @@ class Block:
         return [gradient for gradient in arrived if is_watched and gradient is not None]
 
     def value(self, node: fx.Node) -> int:
-        """Return the one value that a node's output is, or looks at."""
+        """Return the value that a node's output is, or is a view of."""
         (value,) = self.lowered.storage_of[node]
         return value
 
@@ -135,14 +135,14 @@ class Recorder(StepRecorder[Passage]):
         """From the operation of each number on, in forward order, the module that is at work."""
 
     def passage(self, phase: Phase, module: str = "", reads: Sequence[int | None] = ()) -> Passage:
-        """Begin a passage: what is freed from now on is freed after it."""
+        """Begin a passage; storages freed from now on are freed after it."""
         self.checkpoints |= _is_checkpointed()
         passage = Passage(phase, module, reads)
         self.events.append(passage)
         return passage
 
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
-        """Write a call down, and what it is a part of the derivative of."""
+        """Record a call, and the call whose derivative it belongs to."""
         run = super().note(function, args, kwargs, result)
         self.checkpoints |= _is_checkpointed()
         if run is not None and (number := number_at_work()) is not None:
@@ -162,7 +162,7 @@ class Recorder(StepRecorder[Passage]):
 
     @contextmanager
     def caller(self) -> Iterator[None]:
-        """Count the derivative of what runs to the module that calls the one at work."""
+        """Attribute the derivative to the calling module."""
         *outside, inside = self.within
         self.within = outside
         self._turn()
@@ -217,7 +217,7 @@ class Step:
         return {path: block for path, block in found.items() if any(True for _ in block.parameters())}
 
     def capture_blocks(self, lower: Lower, compiler: Compiler = aot_backend) -> tuple[dict[str, Block], dict[str, str]]:
-        """Capture every block that can be, as ``compiler`` has it; give why others cannot, by their paths."""
+        """Capture every block that can be captured; return the reasons for the others, by their paths."""
         blocks: dict[str, Block] = {}
         left: dict[str, str] = {}
         captures = self._captures(compiler=compiler)
@@ -245,7 +245,7 @@ class Step:
         return {name: self._fakes[id(tensor)] for name, tensor in state.items()}
 
     def compiled(self, block: Block, partition: Partition, compiler: Compiler) -> Any:
-        """Compile a block until something in that raises :class:`Stopped`, and give what this carries."""
+        """Compile a block until :class:`Stopped` is raised, and return its argument."""
         module = self.model.get_submodule(block.path)
         with other_state(module, self.state_of(block.path)):
             return until_stopped(
@@ -259,7 +259,7 @@ class Step:
     def capture_parts(
         self, seen: Mapping[str, Sequence[SeenCall]], lower: Lower
     ) -> tuple[dict[str, Block], dict[str, str]]:
-        """Capture the largest modules that can be, given all calls of a forward; give why others that run cannot.
+        """Capture the largest modules that can be captured; return the reasons for the others that run.
 
         Modules of torch's own that have no parts are left out: there is nothing inside them to choose from.
         """
@@ -287,7 +287,7 @@ class Step:
         gradients: Gradients | None = None,
         units: Mapping[str, Sequence[nn.Module]] | None = None,
     ) -> tuple[Recorder, dict[str, Block]]:
-        """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients.
+        """Record the step with stand-ins for blocks; with a known loss the gradients of outputs are freed after use.
 
         ``units`` are the modules that FSDP2 gathers together, by the path of the first; their turns are noted.
 
@@ -398,7 +398,7 @@ class Step:
     def _following(
         self, replacing: Mapping[nn.Module, Callable[..., Any]], recorder: Recorder | None = None
     ) -> Iterator[None]:
-        """Let the model's code run on fake tensors, parameters and buffers among them; ``replacing`` stand in."""
+        """Run the model's code on fake tensors, with some modules' forwards replaced."""
         with (
             put_back(self.model, self.inputs),
             parts_as_written(self.model),
@@ -488,7 +488,7 @@ def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StandIn:
-    """What a block is while the step around it is followed; in a real step ``forward`` tells what it gives."""
+    """Stands for a block while the step around it is recorded; in a real step ``forward`` gives its outputs."""
 
     def __init__(
         self,
@@ -525,7 +525,7 @@ class _StandIn:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
     def new(self, nodes: list[Any], made: dict[int, int]) -> list[torch.Tensor | None]:
-        """Make the tensors of some nodes that leave the block, one storage for each value."""
+        """Allocate tensors for nodes that leave the block, one storage for each value."""
         bases: dict[int, torch.Tensor] = {}
 
         def tensor_of(node: fx.Node) -> torch.Tensor:
@@ -544,7 +544,7 @@ class _StandIn:
 
 
 class _Through(torch.autograd.Function):
-    """Goes through a block without running it; saves nothing, since the block's own graph says what it saves.
+    """Autograd function in place of a block: runs and saves nothing, since the block's own graph does.
 
     It takes gradients as AOTAutograd's function does: where torch knows ``boxed_grads_call`` in a list that
     it may empty, so that each is freed after its last use; else in a tuple that lives as long as the call.

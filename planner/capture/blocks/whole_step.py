@@ -61,7 +61,7 @@ def _join(path: str, module: str) -> str:
 
 
 class Builder(StepBuilder):
-    """Adds one event of the step after the other."""
+    """Adds the events of the step in order."""
 
     def __init__(self, trace: Recorder, blocks: Mapping[str, Block], context: StepContext) -> None:
         super().__init__(context)
@@ -80,7 +80,7 @@ class Builder(StepBuilder):
         return self.value_of.get(self.trace.gradients.get(name))
 
     def run(self) -> TrainingGraph:
-        """Go through the events of the step."""
+        """Add all events of the step."""
         if self.trace.found:
             self.add_once(FOUND_TARGET, "", (), [self._value(storage) for storage in self.trace.found])
         for index, event in enumerate(self.trace.events):
@@ -160,5 +160,5 @@ class Builder(StepBuilder):
         self.add_once(RETURN_TARGET, path, held)
 
     def _reads(self, storages: Iterable[int | None], made: Container[int | None]) -> list[int]:
-        """Return the values of storages, without what is resident or made by this very operation."""
+        """Return the values of storages that are neither resident nor made by this operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]

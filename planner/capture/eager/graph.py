@@ -43,7 +43,7 @@ class EagerStep:
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """A call that can be checkpointed: its runs up to before ``stop`` are run again.
+    """A call that can be checkpointed: recomputes its runs up to before ``stop``.
 
     That happens before run ``before`` of the backward; until run ``until`` something of it is saved. ``keepable`` are
     those that need not run, if their outputs are kept. Where the backward reads nothing that the call saves, nothing
@@ -62,7 +62,7 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Unread:
-    """What autograd alone holds of a storage, from before one run to before another, and no backward reads."""
+    """A storage that only autograd holds, from before one run to before another, and no backward reads."""
 
     saves: tuple[Save, ...]
     since: int
@@ -109,7 +109,7 @@ class _Lowering(StepBuilder):
         return found if found in self.made else None
 
     def _unread(self) -> Iterator[_Unread]:
-        """Find what autograd alone holds for some time of the forward, and then lets go of unread.
+        """Find storages that only autograd holds during the forward and releases unread.
 
         That is what an encoder saves whose outputs are detached: all of it is let go before the backward begins.
         """
@@ -134,7 +134,7 @@ class _Lowering(StepBuilder):
                 yield _Unread(saves=tuple(unread), since=since, until=until, value=value)
 
     def _let_go(self) -> defaultdict[int, list[int]]:
-        """Return for each run the storages that the program, or autograd, lets go of right after it."""
+        """Return for each run the storages that are released right after it."""
         found = freed_after(self.trace.storages)
         held_apart = {id(save) for unread in self.unread for save in unread.saves}
         for save in self.trace.saves:
@@ -159,7 +159,7 @@ class _Lowering(StepBuilder):
     # Operations.
 
     def _add_operations(self, candidates: Sequence[_Candidate]) -> None:
-        """Add what runs, and between the runs what says how long something lives."""
+        """Add the runs, and between them the operations that mark lifetimes of checkpoints."""
         if self.trace.found:
             self.add_once(FOUND_TARGET, "", (), self.trace.found)
         begins, stops = defaultdict(list), defaultdict(list)
@@ -318,7 +318,7 @@ class _Lowering(StepBuilder):
         )
 
     def _unread_of(self, call: Call, made: frozenset[int], until: int) -> tuple[int, ...]:
-        """Return what is held for a call alone, of what it makes, and let go of unread before run ``until``."""
+        """Return the values of a call that only it holds and that are released unread before run ``until``."""
         own = {id(save) for save in call.saves}
         return tuple(
             held.value
@@ -351,7 +351,7 @@ class _Lowering(StepBuilder):
         )
 
     def _is_repeatable(self, call: Call) -> bool:
-        """Whether a second run of a call would find, and leave, everything outside it as the first did."""
+        """Whether a second run of a call would find and leave everything outside it as the first did."""
         runs = self.trace.runs[call.begin : call.end]
         made = {value for run in runs for value in run.makes}
         for run in runs:

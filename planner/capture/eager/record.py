@@ -60,7 +60,7 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Recording:
-    """A step that is recorded, as often as it takes."""
+    """Records a step, without data if possible, else with data."""
 
     model: nn.Module
     inputs: Inputs

@@ -106,7 +106,7 @@ class Trace:
 
 
 class _Saved:
-    """What stands for a saved tensor, and can be watched: a copy of its storage, or itself if that is resident."""
+    """Stands for a saved tensor so that its lifetime is seen: a copy of its storage, or itself if resident."""
 
     def __init__(self, tensor: torch.Tensor, save: Save) -> None:
         self.save = save
@@ -131,7 +131,7 @@ class _Saved:
 
 
 class Recorder(StepRecorder[Run]):
-    """Notes what runs, what is saved, and when storages die."""
+    """Records operators, saved tensors, and lifetimes of storages."""
 
     def __init__(self, fakes: Any, sums: EngineSums) -> None:
         super().__init__(fakes, sums)
@@ -143,7 +143,7 @@ class Recorder(StepRecorder[Run]):
     # Operators.
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call and write it down, with its workspace where only the run itself can show that."""
+        """Run and record a call, with its workspace if only running it shows that."""
         given = tensors_in((args, kwargs))
         shows = is_opaque(function) or sparse_in((args, kwargs))
         if not shows or isinstance(given[0], FakeTensor) or profiler_is_running():
@@ -155,11 +155,11 @@ class Recorder(StepRecorder[Run]):
         return result
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; a number that it draws is there without data too."""
+        """Run a call; a number that it draws on the host has a value without data too."""
         return self._drawn.drawn(function, args, kwargs, super().run(function, args, kwargs))
 
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
-        """Write a call down, how often there was one before, and the numbers that autograd keeps of it."""
+        """Record a call, its occurrence, and the numbers that autograd keeps of it."""
         run = super().note(function, args, kwargs, result)
         reads = run.reads if run is not None else self.numbers(tensors_in((args, kwargs)))
         results = tensors_in(result)
@@ -182,7 +182,7 @@ class Recorder(StepRecorder[Run]):
         return _source() if self.trace.backward < 0 else ""
 
     def finish(self) -> None:
-        """End the step: what is alive now outlives it."""
+        """End the step; live storages outlive it."""
         super().finish()
         self.trace.draws = self._drawn.decide
         for storage in self.storages:
@@ -190,7 +190,7 @@ class Recorder(StepRecorder[Run]):
                 storage.died = self.now
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take a tensor that was made here as one that stands in for the loss."""
+        """Mark a tensor as a stand-in for the loss."""
         number = self.number(tensor)
         assert number is not None
         self.storages[number].is_stand_in = True
@@ -199,7 +199,7 @@ class Recorder(StepRecorder[Run]):
     # What autograd saves.
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
-        """Note that a tensor is saved, and give a copy to be held in its place."""
+        """Record a saved tensor, and return a copy to be held in its place."""
         # A sparse tensor stays as it is: its parts count as long as anybody holds it.
         storage = self.number(tensor) if tensor.layout is torch.strided else None
         save = Save(storage, self.module, self.now)
@@ -212,7 +212,7 @@ class Recorder(StepRecorder[Run]):
         return saved
 
     def unpack(self, saved: _Saved) -> torch.Tensor:
-        """Note that the backward reads it, on behalf of the module that saved it."""
+        """Record that the backward reads a saved tensor, for the module that saved it."""
         if saved.save.read is None:
             saved.save.read = self.now
         self.within = [saved.save.module]
@@ -225,7 +225,7 @@ class Recorder(StepRecorder[Run]):
     # Modules.
 
     def call(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for a module's call, which ``run`` makes, and note its runs."""
+        """Run a module's call and record its runs."""
         call = Call(self.now, self._called.copy(), given=self.numbers(tensors_in([*args, *kwargs.values()])))
         self.trace.calls.setdefault(name, []).append(call)
         self._stack.append((name, call))
@@ -255,7 +255,7 @@ def _source() -> str:
 
 
 class DrawnNumbers:
-    """Follows them through a step that is recorded."""
+    """Follows drawn random numbers through a recorded step."""
 
     def __init__(self) -> None:
         self.decide = False
@@ -271,7 +271,7 @@ class DrawnNumbers:
     def follow(
         self, is_random: bool, reads: Sequence[int], makes: Sequence[int], results: Sequence[torch.Tensor]
     ) -> None:
-        """Note what a call made of drawn numbers, given the storages that it read and made."""
+        """Record what a call computes from drawn numbers, given the storages that it reads and makes."""
         if not (self._storages.issuperset(reads) if reads else is_random):
             return
         self.decide |= not results

@@ -48,7 +48,7 @@ class Chooser:
         self._tell = progress or (lambda _: None)
 
     def choose(self) -> tuple[frozenset[int], float]:
-        """Return the cheapest choice within the budget, or else the lowest that is found, and a bound in seconds."""
+        """Return the cheapest choice within the budget, else the lowest found, and a bound in seconds."""
         chosen: frozenset[int] = frozenset()
         bound = 0.0
         while (evaluation := self._simulate(chosen)).peak_bytes > self.problem.budget_bytes:
@@ -105,7 +105,7 @@ class Chooser:
     # Moments.
 
     def _add_moments(self, evaluation: Evaluation, chosen: frozenset[int], above_bytes: int) -> None:
-        """Add the worst moment of the base order, and that of each recompute, that lies above so many bytes."""
+        """Add the worst moment of the base order and of each recompute that exceeds so many bytes."""
         worst: tuple[int, int] | None = None
         new: dict[int, Need] = {}
         again = {index: r for r in chosen for index in self.regions[r].recompute}
@@ -131,7 +131,7 @@ class Chooser:
         return max(sum(self._seconds), 1e-12)
 
     def _model(self, budget_bytes: int | None) -> Model:
-        """Write the programme down, columns of regions first; without a budget the peak is to be lowered."""
+        """Build the programme, columns of regions first; without a budget it minimises the peak."""
         model = Model()
         unit = self.problem.baseline.peak_bytes
         for seconds in self._seconds:
@@ -175,7 +175,7 @@ class Chooser:
 
 
 def exclusive_sets(regions: Sequence[Region]) -> list[tuple[int, ...]]:
-    """Return the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
+    """Return sets of mutually exclusive regions: the variants of a module and the modules that contain it."""
     of_module: dict[str, list[int]] = {}
     for number, region in enumerate(regions):
         of_module.setdefault(region.module, []).append(number)
@@ -189,7 +189,7 @@ def exclusive_sets(regions: Sequence[Region]) -> list[tuple[int, ...]]:
 
 
 def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None) -> Solution:
-    """Return the choice of variants to run regions again that keeps the budget with the least recompute.
+    """Return the variants to checkpoint that keep the budget with the least recompute.
 
     Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. If none was
     found, an InfeasibleBudgetError has the lowest peak that was.
@@ -204,7 +204,7 @@ def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress
 
 
 def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
-    """Return each region, and after it the variants to keep outputs of some of its operations."""
+    """Return each region followed by its variants, which keep the outputs of some operations."""
     return tuple(variant for region in regions for variant in (region, *_selective_variants(region, graph, costs)))
 
 
@@ -230,7 +230,7 @@ def _selective_variants(region: Region, graph: TrainingGraph, costs: Sequence[Op
 
 
 def keeping(region: Region, kept: Sequence[Keepable]) -> Region:
-    """Return the variant to run a region again in which its checkpoint keeps the outputs of some operations."""
+    """Return the variant of a region whose checkpoint keeps the outputs of some operations."""
     stand_ins = {one.index: one.stand_in for one in kept}
     again = tuple(stand_ins.get(index, index) for index in region.recompute)
     return replace(region, recompute=again, kept=tuple(sorted(kept, key=lambda one: one.index)))

@@ -38,7 +38,7 @@ def _first_run(step: int) -> int:
 
 
 class Needs:
-    """Writes down what a moment of the step needs, for any choice of regions of which none is in another.
+    """Expresses the live bytes at a moment of the step as a function of the choice of regions.
 
     Moments are numbered: before an operation of the base order has its first run, inputs of checkpoints
     are let go, and then regions are run again.
@@ -80,11 +80,11 @@ class Needs:
             )
 
     def at(self, step: int) -> Need:
-        """Return what is there while an operation of the base order has its first run."""
+        """Return the bytes live during the first run of an operation."""
         return self._need(_first_run(step), self.costs[step].workspace_bytes, None)
 
     def within(self, number: int) -> Need:
-        """Return the most that is there while a region is run again.
+        """Return the peak bytes while a region is recomputed.
 
         What it is the last to need goes meanwhile, even if another region holds it: the need is then a lower bound.
         """
