@@ -93,7 +93,7 @@ class _Trial:
         whole = self.plan(budget="100%")
         unplanned, peak_bytes = self.steps(whole)
         yield from self.of_peak(whole, peak_bytes)
-        if eager.random_states.cpu == _Trial.before:  # captured steps may draw otherwise than eager ones
+        if eager.random_states == _Trial.before:  # captured steps may draw otherwise than eager ones
             for line in compare(eager, unplanned, tolerance=1e-4):
                 yield Failure("unlike eager", line)
         smallest_bytes = whole.minimum_feasible_peak_bytes
@@ -164,14 +164,14 @@ class _Trial:
             for tensor in [*model.parameters(), *inputs]:
                 tensor.grad = None
             torch.manual_seed(self.outcome.seed)
-            _Trial.before = RandomStates().cpu
+            _Trial.before = RandomStates()
             if number == 0:
                 step()
         peak_bytes, outputs = measure_peak(step, torch.device("cpu"))
         self.bound_only = self.bound_only or loss_fn is not None or _share_memory(outputs)
         return _result(model, inputs, outputs), peak_bytes
 
-    before: bytes
+    before: RandomStates
 
     def of_peak(self, plan: Plan, measured_bytes: int) -> Iterator[Failure]:
         predicted_bytes = plan.peak_bytes - sum(plan.static_bytes.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -163,9 +164,12 @@ def test_links_lead_somewhere(name: str):
         assert not heading or heading in headings_of(ROOT / (target or name)), f"{target}#{heading}"
 
 
-def test_the_readme_is_short_and_says_what_it_has_no_figures_of():
+def test_the_readme_is_short_and_its_figures_of_a_gpu_are_those_measured():
     assert len(README.splitlines()) <= 90
-    assert "no GPU figure" in README.split("## Set-up")[0]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_peers.json").read_text(encoding="utf-8"))["rows"]
+    measured = {f"{100 * row['over']:+.1f}%" for row in rows if "over" in row}
+    shown = re.findall(r"[+-][\d.]+%", "".join(re.findall(r"^\| (?:ResNet|ViT|Llama).*$", README, re.MULTILINE)))
+    assert len(shown) == 13 and measured.issuperset(shown)
 
 
 def test_the_picture_is_what_was_measured():
