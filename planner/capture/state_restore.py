@@ -42,7 +42,7 @@ def put_back(model: nn.Module, given: Any = ()) -> Iterator[None]:
     """Undo what a step does to a model, to what it is given, and to what these refer to: see the module."""
     kept = [(holder, kind, _copy(holder, kind)) for holder, kind in _containers(model, given)]
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers() if not (isinstance(b, FakeTensor) or b.is_meta)]
     for parameter in model.parameters():
         parameter.grad = None
     try:
@@ -54,7 +54,7 @@ def put_back(model: nn.Module, given: Any = ()) -> Iterator[None]:
         _clear_caches(model)
         with torch.no_grad():
             for buffer, before in buffers:
-                if not isinstance(buffer, FakeTensor) and not torch.equal(buffer, before):
+                if not torch.equal(buffer, before):
                     buffer.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient

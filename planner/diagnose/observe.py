@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture import fake_mode
 from planner.capture.failures import in_one_line, raised_at
+from planner.capture.fake_internals import mode_of
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
 from planner.capture.model_facts import updates_statistics
 from planner.capture.state_restore import put_back
 from planner.capture.storages import StorageRecorder
-from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
+from planner.capture.torch_internals import CHECKPOINT, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in
 from planner.findings.subject import CheckpointCall, Subject
 
@@ -39,7 +39,8 @@ def observe(model: nn.Module, inputs: Inputs) -> Subject:
     calls: list[_Call] = []
     returned_cache, unseen = None, ""
     try:
-        with _left_alone(model, inputs), _Watcher(model, calls).watching(), torch.enable_grad():
+        mode = mode_of((*model.parameters(), *model.buffers(), *inputs.tensors()))
+        with put_back(model, inputs), mode, _Watcher(model, calls).watching(), torch.enable_grad():
             output = call_implementation(model)(*inputs.args, **inputs.kwargs)
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
@@ -144,12 +145,3 @@ def _module_of(function: Any) -> Any:
         first = function.args[0] if function.args else None
         return first if isinstance(first, nn.Module) else _module_of(function.func)
     return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-
-
-@contextmanager
-def _left_alone(model: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Enter the fake mode that the model was built under, or a new one, and leave the model as it was."""
-    tensors = (*model.parameters(), *model.buffers(), *inputs.tensors())
-    mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
-    with put_back(model), mode:
-        yield

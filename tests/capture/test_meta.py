@@ -55,3 +55,10 @@ def test_shared_parameters_stay_shared_and_what_has_data_keeps_it() -> None:
         assert model[0].weight is model[1].weight and model[0].weight.device.type == "cpu"
         assert model.kept.item() == 1 and inputs.tensors() == [x]
     assert model[0].weight.is_meta and model[0].weight is model[1].weight
+
+
+def test_one_with_statistics_is_checked_without_leaving_it() -> None:
+    """Buffers without data can be neither compared nor restored."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.empty(4, 8)
+    assert [found.rule for found in planner.check(model, x, loss_fn=torch.mean).findings] == ["batch-norm"]
