@@ -15,9 +15,10 @@ from torch import nn
 
 import planner
 from benchmarks.common import Result
-from planner.capture.inputs import run_backward
+from planner.capture.inputs import run_step
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import install_call, installed_call
+from planner.common.options import AUTO
 from planner.zoo import ZooModel
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 400
@@ -25,13 +26,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 5, 400
 
 def step_of(loaded: ZooModel) -> Callable[[], Any]:
     """Return what runs forward and backward once."""
-
-    def step() -> Any:
-        outputs = loaded.model(*loaded.example_args, **loaded.example_kwargs)
-        run_backward(outputs, loaded.loss_fn)
-        return outputs
-
-    return step
+    call = partial(loaded.model, *loaded.example_args, **loaded.example_kwargs)
+    return partial(run_step, call, loaded.loss_fn, AUTO)
 
 
 def use(model: nn.Module, call: Any) -> None:

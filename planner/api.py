@@ -32,11 +32,11 @@ from planner.capture.model_facts import (
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import entered, installed_call
 from planner.common.limits import Progress
-from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
+from planner.common.options import AUTO, DROPPED, Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
 from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
-from planner.errors import UsageError
+from planner.errors import InfeasibleBudgetError, UsageError
 from planner.findings.finding import collapsed
 from planner.ir.policy import Policy
 from planner.ir.static_memory import SHARDS
@@ -45,6 +45,7 @@ from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import PlannedModel
 from planner.runtimes._backend import RUNTIMES, Backend
+from planner.runtimes._observed import ObservedCalls, before_observing, with_outputs
 from planner.runtimes.auto import choose
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
@@ -259,9 +260,16 @@ def auto_wrap(
     _check_can_wrap(model, options.runtime)
     plan, replan = options.budget.plan, options.budget.replan
     options = _as_trained(model, options if plan is None else _as_planned(options, plan))
-    options = _settled(replace(options, search=replace(options.search, compare=False)))
+    asked = options.training.outputs
+    options = before_observing(model, _settled(replace(options, search=replace(options.search, compare=False))))
     chosen = runtimes.get(options.runtime.name)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
+    completes = loss_fn is not None or options.budget.is_share
+
+    def start(options: Options, plan: Plan | None) -> PlannedModel:
+        prepare = partial(_completed, model, options, loss_fn) if completes else None
+        return chosen.start(model, options, plan=plan, replan=replan, prepare=prepare)
+
     if inputs is not None:
         example = Inputs.of(inputs)
         with (
@@ -271,13 +279,18 @@ def auto_wrap(
             entered(of_model(model, example.args)),
         ):
             options = _completed(model, options, loss_fn, example)
-            plan = chosen.plan(model, example, options, reuse=plan, must_match=not replan)
+            known: dict[str, Any] = {"reuse": plan, "must_match": not replan}
+            try:
+                plan = chosen.plan(model, example, options, **known)
+            except InfeasibleBudgetError:
+                if asked != AUTO or plan is not None:
+                    raise
+                options = with_outputs(options, DROPPED)  # the likely loop; the first steps show whether it does
+                plan = chosen.plan(model, example, options, **known)
             done("before the first call", plan)
         options = options.after(plan)
-    completes = loss_fn is not None or options.budget.is_share
-    prepare = partial(_completed, model, options, loss_fn) if completes else None
     unwrap(model)
-    install_planned_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
+    install_planned_call(model, ObservedCalls(model, options, start, plan=plan, outputs=asked))
     return model
 
 

@@ -18,6 +18,7 @@ from planner.capture.model_facts import check_not_distributed, has_distributed_t
 from planner.capture.module_internals import has_full_backward_hooks
 from planner.capture.torch_internals import in_memory, other_state, storage_id
 from planner.capture.trees import mapped, tensors_in
+from planner.common.options import AUTO, DROPPED, HELD
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError, UsageError
 from planner.ir.static_memory import LossMemory
@@ -268,15 +269,24 @@ def differentiated(outputs: Any, loss: LossMemory | None = None) -> list[torch.T
     return [tensors[position] for position in expected_losses([t.shape for t in tensors], loss)]
 
 
-def run_backward(outputs: Any, loss_fn: LossFunction | None) -> None:
-    """Differentiate what a model returned: its loss, the given loss of it, or all its outputs."""
-    if loss_fn is not None:
-        loss_fn(outputs).backward()
-        return
-    tensors = differentiated(outputs)
-    if not tensors:
+def are_dropped(outputs: str, losses: Sequence[torch.Tensor], loss: Any) -> bool:
+    """Whether a loop drops outputs that are no losses; by default it does where the model returns its own loss."""
+    return loss is None and all(not t.dim() for t in losses) if outputs == AUTO else outputs == DROPPED
+
+
+def run_step(call: Callable[[], Any], loss_fn: LossFunction | None, outputs: str = HELD) -> Any:
+    """Call a model, and differentiate its loss, the given loss of it, or all its outputs.
+
+    Returns what the model did, or nothing if the step drops ``outputs`` once there is a loss.
+    """
+    result = call()
+    losses = differentiated(result) if loss_fn is None else [loss_fn(result)]
+    if not losses:
         raise UsageError("no output of the model requires gradients: there is no backward to run")
-    torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors] if tensors[0].dim() else None)
+    if are_dropped(outputs, losses, loss_fn):
+        result = None
+    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if losses[0].dim() else None)
+    return result
 
 
 class OutsideLoss(torch.autograd.Function):

@@ -21,6 +21,7 @@ from planner.capture import operands, provenance
 from planner.capture.autograd_accumulation import gradient_copies
 from planner.capture.common_subexpressions import COMPUTED_AGAIN
 from planner.capture.inductor_order_internals import is_in_a_kernel_of_inductors
+from planner.capture.inputs import are_dropped
 from planner.capture.joint import (
     JointGraph,
     ancestors,
@@ -39,7 +40,7 @@ from planner.capture.joint import (
     writes_statistics,
 )
 from planner.capture.operands import is_opaque
-from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, OpOverload, storage_id
+from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, InputMutationAOTOutput, OpOverload, storage_id
 from planner.errors import UnsupportedModelError
 from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.graph import ACCUMULATE_TARGET, Phase, TrainingGraph
@@ -107,6 +108,19 @@ class _Lowering(GraphBuilder[fx.Node]):
             for node in outputs:
                 if isinstance(node, fx.Node):
                     self.retained.update((storage_id(tensor), kind) for tensor in tensors_of(node))
+        self.dropped = self._dropped()
+
+    def _dropped(self) -> set[int]:
+        """Return the storages of outputs that the loop drops before the backward."""
+        losses = [tensor for node in self.joint.tangents for tensor in tensors_of(node)]
+        loss = self.context.loss if self.context.loss.is_known else None
+        if not are_dropped(self.context.outputs, losses, loss):
+            return set()
+        forward, backward = self.joint.outputs
+        returned = [n for n, d in zip(forward, self.joint.output_descriptors[0], strict=True) if _is_returned(d)]
+        tensors = [t for node in returned if isinstance(node, fx.Node) for t in tensors_of(node) if t.dim()]
+        gradients = {storage_id(t) for node in backward if isinstance(node, fx.Node) for t in tensors_of(node)}
+        return {storage_id(tensor) for tensor in tensors} - gradients
 
     def run(self, given: Sequence[fx.Node]) -> LoweredGraph:
         graph = self.joint.graph
@@ -212,7 +226,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             f"{node.name}.{position}" if count > 1 else node.name,
             -(-made_bytes // shards),
             kind=kind,
-            retained=storage in self.retained,
+            retained=storage in self.retained and storage not in self.dropped,
             node=node,
         )
         return value
@@ -261,6 +275,11 @@ class _Lowering(GraphBuilder[fx.Node]):
             makes.append(self.add_value("gradient that is copied", -(-copies.working_bytes // shards), kind="gradient"))
         reads = (value for position in copied for value in self.storage_of[pairs[position][1]])
         self.add(ACCUMULATE_TARGET, reads, makes, name="accumulate", recomputable=False)
+
+
+def _is_returned(descriptor: Any) -> bool:
+    """Whether the caller gets an output, which is not what an input is overwritten with."""
+    return not isinstance(descriptor, InputMutationAOTOutput)
 
 
 _PURE = ("aten", "prims")

@@ -255,7 +255,12 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"unknown optimizer {name!r}: {hint}known are {', '.join(OPTIMIZERS)}")
 
 
+AUTO = "auto"
+"""Where the planner is to choose."""
+
 PARALLEL = ("none", "ddp", "fsdp2")
+
+HELD, DROPPED = "held", "dropped"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -270,6 +275,9 @@ class Training(_Group):
         16-bit parameters have float32 copies.
     gradient_accumulation : bool
         Gradients of earlier backwards are resident.
+    outputs : str
+        Outputs of more than one number stay until the backward ends (held) or go once there is a loss (dropped).
+        By default those of a model that returns its own loss are dropped.
     reserve : int, float or str
         What stays free: 1GiB, or 5% of the device.
     data_parallel : str
@@ -287,6 +295,7 @@ class Training(_Group):
     _: KW_ONLY
     master_weights: bool = _option(False)
     gradient_accumulation: bool = _option(False, flag="--accumulate")
+    outputs: str = _option(AUTO, choices=(AUTO, HELD, DROPPED))
     reserve: Size = _option(0)
     data_parallel: str = _option("none", choices=PARALLEL, rare=True)
     ranks: int = _option(1, rare=True)
@@ -295,6 +304,8 @@ class Training(_Group):
         check_optimizer(self.optimizer)
         if self.data_parallel not in PARALLEL:
             raise UsageError(f"unknown data_parallel {self.data_parallel!r}: one of {', '.join(PARALLEL)}")
+        if self.outputs not in (AUTO, HELD, DROPPED):
+            raise UsageError(f"unknown outputs {self.outputs!r}: one of {AUTO}, {HELD}, {DROPPED}")
         if self.reserve:
             parse_size(self.reserve, whole_bytes=2**60)
         if self.ranks < 1 or (self.ranks > 1) != (self.data_parallel != "none"):
@@ -312,7 +323,7 @@ ENGINES = ("torchtitan", "megatron")
 CHUNKS = "slices"
 """Where the fingerprint of a plan says how many chunks there are, as schema 1 has it."""
 
-AUTO, OFF = "auto", "off"
+OFF = "off"
 
 COUNTS = (2, 4, 8, 16, 32, 64)
 """What is tried in turn where the planner is to choose."""

@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from planner import runtimes
-from planner.capture.inputs import Inputs, LossFunction, run_backward
+from planner.capture.inputs import Inputs, LossFunction, run_step
 from planner.capture.memory import measure_peak
 from planner.capture.planned_call import as_its_class, calling, parts_as_written
 from planner.capture.state_restore import RandomStates, written_by
 from planner.capture.torch_internals import call_implementation
 from planner.capture.trees import leaf_tensors, tensors_in
-from planner.common.options import TOLERANCE, Budget, Runtime, chunks_of
-from planner.ir.static_memory import LossMemory
+from planner.common.options import HELD, TOLERANCE, Budget, Runtime, chunks_of
+from planner.ir.static_memory import OUTPUTS, LossMemory
 from planner.plans.plan import MeasuredEager, Plan, Verification
 from planner.session.step import options_of
 
@@ -69,7 +70,7 @@ def verify(
     unbounded_bytes = 4 * max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)  # code may hold more than the graph
     one_piece = None
     with _restored(model, inputs) as start:
-        step = _Step(model, inputs, loss_fn)
+        step = _Step(model, inputs, loss_fn, str(plan.fingerprint.get(OUTPUTS, HELD)))
         planned = chosen.start(model, options, plan=plan, replan=False)
         baseline = chosen.start(model, replace(options, budget=Budget(unbounded_bytes)))
         peak_bytes, actual = step.measured(planned, start)
@@ -133,15 +134,15 @@ class _Step:
     model: nn.Module
     inputs: Inputs
     loss_fn: LossFunction | None
+    outputs: str
+    """Whether the plan is for a loop that holds outputs."""
 
     @property
     def device(self) -> torch.device:
         return next((t.device for t in (*self.model.parameters(), *self.inputs.tensors())), torch.device("cpu"))
 
-    def run(self) -> Any:
-        outputs = self.model(*self.inputs.args, **self.inputs.kwargs)
-        run_backward(outputs, self.loss_fn)
-        return outputs
+    def run(self, outputs: str = HELD) -> Any:
+        return run_step(lambda: self.model(*self.inputs.args, **self.inputs.kwargs), self.loss_fn, outputs)
 
     def round(self, ways: Mapping[str, Callable[..., Any]], *, backwards: bool) -> dict[str, float]:
         """Return the seconds of one step each way, in alternating order."""
@@ -152,16 +153,15 @@ class _Step:
         """Return the second step's peak and results; the first one captures, plans and compiles."""
         model = self.model
         with as_its_class(model), calling({model: running}):
-            self.run()
+            loss = tuple(tensor.detach().clone() for tensor in leaf_tensors(self.run()))
             start.put_back(model)
-            peak_bytes, outputs = measure_peak(self.run, self.device)
+            peak_bytes, _ = measure_peak(partial(self.run, self.outputs), self.device)
             result = StepResult(
-                loss=tuple(tensor.detach().clone() for tensor in leaf_tensors(outputs)),
+                loss=loss,
                 gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
                 buffers={name: b.clone() for name, b in model.named_buffers()},
                 random_states=RandomStates(),
             )
-            del outputs
             start.put_back(model)
         return peak_bytes, result
 

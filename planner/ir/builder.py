@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from planner.common.options import HELD
 from planner.common.units import round_up
 from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
 from planner.ir.static_memory import LossMemory
@@ -42,7 +43,7 @@ class StepContext:
     ``static_bytes`` are resident before it, by kind; ``kinds`` has the class of each callable module, by path; ``loss``
     is the memory of a loss outside the model. Random states count only if the planned memory is ``on_cpu``. Each
     gradient is spread over ``gradient_shards`` devices once complete. A step that ``finds_gradients`` adds to those of
-    earlier backwards.
+    earlier backwards. ``outputs`` that are dropped go once there is a loss.
     """
 
     alignment_bytes: int
@@ -53,6 +54,7 @@ class StepContext:
     on_cpu: bool = True
     gradient_shards: int = 1
     finds_gradients: bool = False
+    outputs: str = HELD
 
 
 class GraphBuilder(Generic[Node]):

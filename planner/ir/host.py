@@ -40,6 +40,7 @@ class Host:
             and value.size_bytes >= max(self.least_bytes, 1)
             and graph.readers[u]
             and not value.retained
+            and value.kind != "output"  # the caller holds it until there is a loss
         )
 
 

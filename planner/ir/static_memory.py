@@ -15,7 +15,8 @@ SHARDS = "gradient shards"
 FINDS = "finds"
 """Key of a plan's fingerprint: what a step finds of earlier ones, such as gradients."""
 
-"""Key of a plan's fingerprint: over how many devices each layer is spread."""
+OUTPUTS = "outputs"
+"""Key of a plan's fingerprint: ``"dropped"`` where outputs are taken to go before the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def results_over_inputs(
 
 
 def _is_free_after(graph: TrainingGraph, index: int, value: int) -> bool:
-    if graph.values[value].retained or graph.readers[value][-1] != index:
+    if graph.values[value].retained or graph.values[value].kind == "output" or graph.readers[value][-1] != index:
         return False
     phases = {graph.operations[reader].phase for reader in graph.readers[value]}
     return graph.operations[index].phase is Phase.BACKWARD or phases == {Phase.FORWARD}

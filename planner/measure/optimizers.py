@@ -6,6 +6,8 @@ but no data, and what it makes is counted. So the figures are those of the torch
 
 from __future__ import annotations
 
+import gc
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +126,67 @@ def memory_of_step(
         state_bytes = recorder.live_bytes
         optimizer.step()
     return state_bytes, recorder.peak_bytes - state_bytes
+
+
+def kept_for(optimizer: Optimizer, parameters: Iterable[nn.Parameter], alignment_bytes: int) -> int:
+    """Return the bytes that an optimizer keeps now for these parameters, where they are."""
+    kept = [t for p in parameters for t in optimizer.state.get(p, {}).values() if _is_on(t, p)]
+    return sum(round_up(in_memory(tensor).nbytes, alignment_bytes) for tensor in kept)
+
+
+def memory_of_existing(
+    parameters: Iterable[nn.Parameter], *, alignment_bytes: int, device_kind: DeviceKind
+) -> OptimizerMemory | None:
+    """Find what the optimizers of this process that hold some of these parameters need; None if there is none.
+
+    What they keep already is counted; for one of torch's that has not stepped yet it is predicted from its own options.
+    """
+    left = {id(p): p for p in parameters if p.requires_grad}
+    state_bytes = step_bytes = 0
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+        named = getattr(optimizer, "param_groups", ())  # what wraps another may have none yet
+        groups = [(group, [p for p in group["params"] if id(p) in left]) for group in named]
+        held = [p for _, own in groups for p in own]
+        kept_bytes, temporary_bytes = kept_for(optimizer, held, alignment_bytes), 0
+        if held and type(optimizer).__module__.startswith("torch.optim."):
+            expected_bytes, temporary_bytes = _of_torchs(optimizer, groups, alignment_bytes, device_kind)
+            kept_bytes = kept_bytes or expected_bytes
+        if kept_bytes or temporary_bytes:  # one that others wrap holds the same parameters
+            state_bytes, step_bytes = state_bytes + kept_bytes, max(step_bytes, temporary_bytes)
+            left = {key: p for key, p in left.items() if all(p is not other for other in held)}
+    if not state_bytes and not step_bytes:
+        return None
+    return OptimizerMemory(state_bytes=state_bytes, master_bytes=0, step_bytes=step_bytes)
+
+
+def _of_torchs(
+    optimizer: Optimizer,
+    groups: Sequence[tuple[dict[str, Any], list[nn.Parameter]]],
+    alignment_bytes: int,
+    device_kind: DeviceKind,
+) -> tuple[int, int]:
+    """Return what an optimizer of torch's will keep, and the most that a step of it holds beyond that."""
+    kind = type(optimizer)
+    at_once = device_kind == "cuda" and kind is not torch.optim.Adafactor
+    taken = inspect.signature(kind).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken and name != "fused"}
+    foreach = {} if "foreach" not in taken else {"foreach": at_once and not optimizer.defaults.get("fused")}
+
+    def make(updated: list[nn.Parameter]) -> Optimizer:
+        stand_ins = iter(updated)
+        made = [
+            {**group, **foreach, "fused": None, "params": [next(stand_ins) for _ in own]}
+            for group, own in groups
+            if own
+        ]
+        return kind(made, **{**options, **foreach})
+
+    held = [in_memory(p) for _, own in groups for p in own]
+    return memory_of_step(make, held, alignment_bytes=alignment_bytes, device_kind=device_kind)
+
+
+def _is_on(held: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(held, torch.Tensor) and held.device == parameter.device
 
 
 class _UpdateRecorder(PeakRecorder):

@@ -16,7 +16,7 @@ from planner.common.units import parse_size, round_up
 from planner.ir.layers import layer_among
 from planner.ir.static_memory import StaticMemory
 from planner.measure import cuda_settings
-from planner.measure.optimizers import optimizer_memory
+from planner.measure.optimizers import OptimizerMemory, optimizer_memory
 
 Blocks = Callable[[], Collection[str]]
 """Gives the paths of a model's blocks, each of which FSDP2 shards by itself; not everybody needs to know them."""
@@ -28,8 +28,11 @@ def static_memory(
     spec: DeviceSpec,
     training: Training,
     blocks: Blocks = tuple,
+    optimizer: OptimizerMemory | None = None,
 ) -> StaticMemory:
     """Count everything that is resident while a whole model trains, and the optimizer's temporaries.
+
+    Of an ``optimizer`` that exists it is known what it needs; else ``training`` names one.
 
     DDP holds a copy of every gradient in its buckets (unless ``gradient_as_bucket_view=True``).
     Under FSDP2 every tensor is split along its first dimension; what belongs to no block is gathered
@@ -39,7 +42,7 @@ def static_memory(
     """
     alignment_bytes = spec.alignment_bytes
     resident = static_bytes(model, inputs, alignment_bytes=alignment_bytes)
-    memory = optimizer_memory(
+    memory = optimizer or optimizer_memory(
         model.parameters(),
         training.optimizer,
         alignment_bytes=alignment_bytes,

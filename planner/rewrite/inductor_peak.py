@@ -71,7 +71,12 @@ def _followed(
         ]
         recorder.live_bytes += loss.held_bytes
         recorder.reach(loss.working_bytes)
-        arguments = [*saved, *tangents]
+        arguments, values = [*saved, *tangents], lowered.graph.values
+        results = [
+            result
+            for node, result in zip(lowered.joint.outputs[0], results, strict=True)
+            if all(values[v].retained for v in lowered.storage_of.get(node, ()))
+        ]
         del made, saved
         gradients = list(backward.run(arguments))
         taken = set(map(storage_id, tensors_in([forward.inputs, results, tangents])))

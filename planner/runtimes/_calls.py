@@ -14,8 +14,6 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs, differentiable_in
@@ -23,9 +21,8 @@ from planner.capture.model_facts import finds_gradients, gradient_state, of_mode
 from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel_events import Gradients
-from planner.capture.torch_internals import call_implementation, entered, in_memory, is_transformed, is_watched
+from planner.capture.torch_internals import call_implementation, entered, is_transformed, is_watched
 from planner.capture.trees import leaves_of
-from planner.common.options import OPTIMIZERS
 from planner.common.units import format_bytes
 from planner.errors import NoBackwardError
 from planner.ir.static_memory import FINDS
@@ -71,17 +68,6 @@ class HeldGradients:
             "zero_grad(set_to_none=True)",
             stacklevel=7,
         )
-
-
-def _after_optimizer_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Let each wrapped model whose parameters an optimizer steps for the first time look at the state that it keeps."""
-    if torch.compiler.is_compiling():
-        return
-    for calls in list(_planned):
-        calls.see_optimizer(optimizer)
-
-
-register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 class _Open:
@@ -180,9 +166,6 @@ class PlannedCalls(ABC):
         self._open = OpenCalls(model)
         settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
         self._held = HeldGradients(model, options)
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those whose state was looked at."""
-        _planned.add(self)
 
     @property
     def must_match(self) -> bool:
@@ -200,26 +183,6 @@ class PlannedCalls(ABC):
             result = self.run(args, kwargs)
         self._open.begun(result)
         return result
-
-    def see_optimizer(self, optimizer: Optimizer) -> None:
-        """Warn if the state of an optimizer of this model and the plan's peak together exceed the budget."""
-        plan = self.plan
-        if plan is None or self.options.budget.size is None or optimizer in self._optimizers:
-            return
-        self._optimizers.add(optimizer)
-        if plan.static_bytes.get("optimizer") or self.options.is_stage:
-            return
-        tensors = [t for p in self.model.parameters() for t in optimizer.state.get(p, {}).values() if _is_on(t, p)]
-        state_bytes = sum(in_memory(tensor).nbytes for tensor in tensors)
-        if plan.peak_bytes + state_bytes > plan.budget_bytes:
-            name, size = type(optimizer).__name__, format_bytes(state_bytes)
-            counted = repr(name.lower()) if name.lower() in OPTIMIZERS else f"Training(reserve={size!r})"
-            warnings.warn(
-                f"{name} keeps {size} of state for {type(self.model).__name__}, and its plan has "
-                f"{format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for it: pass "
-                f"training={counted} to auto_wrap, so that it is counted",
-                stacklevel=4,
-            )
 
     @abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,12 +225,6 @@ class PlannedCalls(ABC):
         self.plan = plan
         self.options = self.options.after(plan)
 
-
-def _is_on(held: Any, parameter: Tensor) -> bool:
-    return isinstance(held, Tensor) and held.device == parameter.device
-
-
-_planned: weakref.WeakSet[PlannedCalls] = weakref.WeakSet()
 
 Decided = tuple[Plan, Callable[[], AbstractContextManager[Any]]]
 """A plan, and a context that installs it in the model's submodules for one forward."""

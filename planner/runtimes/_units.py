@@ -38,7 +38,7 @@ from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._gradients import watched
-from planner.session.step import LoweredStep, Options, context_of, plan_lowered, static_memory_of
+from planner.session.step import LoweredStep, Options, context_of, outputs_of, plan_lowered, static_memory_of
 
 SHARDING = "sharding"
 """Key of a plan's fingerprint: how the model is sharded, if not by default."""
@@ -88,7 +88,9 @@ def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: 
     accumulates = options.training.gradient_accumulation
     found = found_by_autograd(model, sharded.values() if sharded else None, accumulates=accumulates)
     modules = {path: unit.modules for path, unit in (sharded or {}).items()}
-    trace, used = followed.trace(captured, options.loss, replace(options.gradients, found=found), modules)
+    trace, used = followed.trace(
+        captured, options.loss, replace(options.gradients, found=found), modules, outputs_of(options)
+    )
     if sharded is not None:
         around = resident(around, sharded, spec.alignment_bytes)
     around = around.without("gradients")  # they are seen in the step

@@ -34,9 +34,12 @@ from planner.session.step import (
     carried_over,
     context_of,
     cost,
+    dropped_outputs,
     elsewhere_for,
     fingerprint_of_graph,
     origin_of,
+    outputs_as_planned,
+    outputs_of,
     plan_study,
     problems_of,
     static_memory_of,
@@ -179,7 +182,8 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
     options.search.tell("recording a step")
     elsewhere, spec = elsewhere_for(model, options), device_spec(of_model(model), options.target.device)
     gradients = replace(options.gradients, found=_found(model, options.training))
-    trace = record(model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run)
+    around_step: dict[str, Any] = {"loss": options.loss, "gradients": gradients, "outputs": outputs_of(options)}
+    trace = record(model, inputs, elsewhere=elsewhere, may_run=may_run, **around_step)
 
     def blocks() -> Collection[str]:
         return find_blocks(Counter(run.module for run in trace.runs[: trace.backward]), kinds_of(model))
@@ -210,10 +214,10 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
         origin=origin_of(
             costing,
             spec,
-            fingerprint=fingerprint_of_graph(model, step.lowered, spec),
+            fingerprint=fingerprint_of_graph(model, step.lowered, spec) | outputs_as_planned(step.lowered.graph),
             capture_seconds=time.perf_counter() - begun,
             runtime=options.runtime.name,
-            warnings=(*costing.warnings, *notes, *problems),
+            warnings=(*costing.warnings, *notes, *dropped_outputs(step.lowered.graph), *problems),
         ),
         static_memory=around,
         device=spec,

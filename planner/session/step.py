@@ -34,7 +34,9 @@ from planner.capture.parallel_events import Gradients
 from planner.capture.target_device import TargetDevice
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common.options import (
+    DROPPED,
     GROUPS,
+    HELD,
     LEAST_BYTES,
     Budget,
     Offload,
@@ -45,23 +47,24 @@ from planner.common.options import (
     chunks_of,
     group,
 )
-from planner.common.units import Size
+from planner.common.units import Size, format_bytes
 from planner.errors import CaptureError, PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
 from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
-from planner.ir.graph import OperationCost
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.policy import Policy
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import SHARDS, LossMemory, StaticMemory
+from planner.ir.static_memory import OUTPUTS, SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.measure.devices import device_here, device_spec
 from planner.measure.fusion import in_kernels, results_over_inputs
+from planner.measure.optimizers import OptimizerMemory
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
@@ -82,6 +85,8 @@ class Options:
     name: str = ""
     reused_plan: Plan | None = None
     """A plan to apply: its static memory replaces that of ``training``."""
+    optimizer: OptimizerMemory | None = None
+    """What the optimizer that exists needs, if ``training`` names none."""
     loss: LossMemory | None = None
     """Memory of a loss outside the captured graph, if known."""
     eager: Study | CaptureError | None = None
@@ -221,7 +226,38 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
         on_cpu=spec.kind == "cpu",
         gradient_shards=around.gradient_shards,
         finds_gradients=options.training.gradient_accumulation,
+        outputs=outputs_of(options),
     )
+
+
+def outputs_of(options: Options) -> str:
+    """Return what a step assumes of its outputs: what the plan that is reused does, and of a pipeline's stage most."""
+    if options.is_stage:
+        return HELD
+    if options.reused_plan is not None:
+        return str(options.reused_plan.fingerprint.get(OUTPUTS, HELD))
+    return options.training.outputs
+
+
+def _dropped_bytes(graph: TrainingGraph) -> int:
+    return sum(value.size_bytes for value in graph.values if value.kind == "output" and not value.retained)
+
+
+def outputs_as_planned(graph: TrainingGraph) -> dict[str, str | int]:
+    """Return the entry of a fingerprint that says that outputs are dropped, where there are any."""
+    return {OUTPUTS: DROPPED} if _dropped_bytes(graph) else {}
+
+
+def dropped_outputs(graph: TrainingGraph) -> Iterator[Finding]:
+    """Say which bytes of outputs are taken to go before the backward."""
+    if dropped_bytes := _dropped_bytes(graph):
+        yield Finding(
+            rule="outputs-dropped",
+            severity=Severity.NOTE,
+            evidence=f"{format_bytes(dropped_bytes)} of outputs are counted until there is a loss, and not after it",
+            cause="the model returns its loss, and most loops drop all else that it returns before the backward",
+            fix="nothing; if your loop holds the outputs, pass Training(outputs='held') or --outputs held",
+        )
 
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
@@ -235,7 +271,7 @@ def static_memory_of(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> StaticMemory:
     """Count the resident memory around a step, by its options or by the plan that is reused."""
-    around = static_memory(model, inputs, spec, options.training, blocks)
+    around = static_memory(model, inputs, spec, options.training, blocks, options.optimizer)
     return around if options.reused_plan is None else as_planned(around, options.reused_plan)
 
 
@@ -273,7 +309,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
         origin=origin_of(
             costing,
             step.spec,
-            fingerprint=fingerprint_of(model, step),
+            fingerprint=fingerprint_of(model, step) | outputs_as_planned(step.lowered.graph),
             capture_seconds=step.capture_seconds + time.perf_counter() - begun,
             runtime=options.runtime.name,
             eager=eager_step(options.eager),
@@ -282,6 +318,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
                 *step.warnings,
                 *eager_baseline.findings(single, planned, options.eager),
                 *_assumptions(step.lowered.joint),
+                *dropped_outputs(step.lowered.graph),
                 *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
             ),
         ),

@@ -14,6 +14,7 @@ import types
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ import cost_models
 import planner
 from planner import exporters
 from planner.analysis.study import Study
-from planner.capture.inputs import Inputs, run_backward
+from planner.capture.inputs import Inputs, run_step
 from planner.capture.memory import measure_peak
-from planner.common.options import grouped
+from planner.common.options import AUTO, grouped
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
 from planner.ir.checkpoints import forward_of, region_of, schedule_of
@@ -382,8 +383,7 @@ def step(model: nn.Module, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.T
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     given = Inputs.of(inputs)
-    outputs = model(*given.args, **given.kwargs)
-    run_backward(outputs, None)
+    outputs = run_step(lambda: model(*given.args, **given.kwargs), None)
     loss = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
     names = (name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters())
     return loss.detach(), dict(
@@ -429,11 +429,7 @@ def assert_peak(made: Export, model: nn.Module, inputs: Any, tolerance: float = 
     resident = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers(), *given.tensors())}
     resident_bytes = sum(t.untyped_storage().nbytes() for t in resident.values())
 
-    def one() -> Any:
-        outputs = model(*given.args, **given.kwargs)
-        run_backward(outputs, None)
-        return outputs
-
+    one = partial(run_step, partial(model, *given.args, **given.kwargs), None, AUTO)
     measured_bytes = measure_peak(one, torch.device("cpu"))[0] + resident_bytes
     assert (1 - tolerance) * made.predicted.peak_bytes <= measured_bytes <= made.predicted.peak_bytes
 

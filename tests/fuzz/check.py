@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 import planner
 from planner.analysis.study import Study
-from planner.capture.inputs import run_backward
+from planner.capture.inputs import run_step
 from planner.capture.memory import measure_peak
 from planner.capture.state_restore import RandomStates
-from planner.common.options import grouped
+from planner.common.options import HELD, grouped
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.ir.simulator import lifetimes, simulate
+from planner.ir.static_memory import OUTPUTS
 from planner.plans.plan import Plan
 from tests.fuzz import source
 
@@ -145,19 +146,19 @@ class _Trial:
         )
 
     def steps(self, plan: Plan | None) -> tuple[StepResult, int]:
-        """Take a step to get ready and one that is looked at, each from the same state."""
+        """Take a step to get ready, one whose peak is measured, and one that is looked at, from the same state."""
         model, inputs, loss_fn = self.make()
         if plan is not None:
             planner.auto_wrap(model, budget=plan, runtime=plan.runtime, loss_fn=loss_fn)
 
-        def step() -> Any:
-            outputs = model(*inputs)
-            run_backward(outputs, loss_fn)
-            return outputs
+        def step(outputs: str = HELD) -> Any:
+            return run_step(lambda: model(*inputs), loss_fn, outputs)
 
+        outputs, peak_bytes = None, 0
+        kept = HELD if plan is None else str(plan.fingerprint.get(OUTPUTS, HELD))
         fresh, *_ = self.make()
         state = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
-        for number in range(2):
+        for number in range(3):
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     buffer.copy_(state[name])
@@ -165,9 +166,10 @@ class _Trial:
                 tensor.grad = None
             torch.manual_seed(self.outcome.seed)
             _Trial.before = RandomStates()
-            if number == 0:
-                step()
-        peak_bytes, outputs = measure_peak(step, torch.device("cpu"))
+            if number == 1:
+                peak_bytes, _ = measure_peak(lambda: step(kept), torch.device("cpu"))
+            else:
+                outputs = step()
         self.bound_only = self.bound_only or loss_fn is not None or _share_memory(outputs)
         return _result(model, inputs, outputs), peak_bytes
 

@@ -21,7 +21,7 @@ from torch import fx, nn
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
+from planner.capture.inputs import Inputs, OutsideLoss, are_dropped, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
 from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
@@ -42,6 +42,7 @@ from planner.capture.torch_internals import (
     other_state,
 )
 from planner.capture.trees import leaves_of, mapped, tensors_in
+from planner.common.options import HELD
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
@@ -286,15 +287,19 @@ class Step:
         loss: LossMemory | None = None,
         gradients: Gradients | None = None,
         units: Mapping[str, Sequence[nn.Module]] | None = None,
+        outputs: str = HELD,
     ) -> tuple[Recorder, dict[str, Block]]:
         """Record the step with stand-ins for blocks; with a known loss the gradients of outputs are freed after use.
+
+        ``outputs`` are held or dropped, see :class:`planner.common.options.Training`.
 
         ``units`` are the modules that FSDP2 gathers together, by the path of the first; their turns are noted.
 
         A block whose backward does not run saves all the same, for as long as what it returned lives. That is what
         eager does, so it is recorded as eager, and left out of the blocks that come second.
         """
-        traced = partial(self._traced, loss=loss, gradients=gradients or Gradients(), units=units or {})
+        known: dict[str, Any] = {"gradients": gradients or Gradients(), "units": units or {}, "outputs": outputs}
+        traced: Callable[..., Recorder] = partial(self._traced, loss=loss, **known)
         recorder = traced(blocks)
         differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
         used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
@@ -310,6 +315,7 @@ class Step:
         loss: LossMemory | None,
         gradients: Gradients,
         units: Mapping[str, Sequence[nn.Module]],
+        outputs: str,
     ) -> Recorder:
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
@@ -321,7 +327,7 @@ class Step:
                 run = replacing.get(each, each.forward)
                 replacing[each] = partial(calls.followed, recorder.turn, each, run)
         with self._following(replacing, recorder), gradients.followed(recorder, self.state) as recorder.found:
-            self._follow(recorder, loss)
+            self._follow(recorder, loss, outputs)
         self.checkpoints = recorder.checkpoints
         return recorder
 
@@ -337,20 +343,22 @@ class Step:
     def _forward(self) -> Any:
         return call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
 
-    def _follow(self, recorder: Recorder, loss: LossMemory | None) -> None:
-        outputs = self._forward()
+    def _follow(self, recorder: Recorder, loss: LossMemory | None, outputs: str) -> None:
+        tensors = tensors_in(self._forward())
         torch.clear_autocast_cache()  # as where a loop's forward ends
-        tensors = tensors_in(outputs)
         recorder.mark(tensors, "output")
-        losses = differentiated(outputs, loss)
+        losses = differentiated(tensors, loss)
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
         recorder.sums.watch(losses)
         passage = recorder.passage(Phase.LOSS, reads=recorder.numbers(tensors))
+        like = [(t.shape, t.dtype, t.device) for t in losses]
+        if are_dropped(outputs, losses, loss):
+            tensors = [t for t in tensors if not t.dim()]
 
         def tangents() -> list[torch.Tensor]:
             with recorder.silent():
-                made = [torch.ones_like(t) for t in losses]
+                made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in like]
             passage.makes = {i: recorder.made(t, kind="tangent") for i, t in enumerate(made)}
             return made
 
@@ -358,6 +366,7 @@ class Step:
             with recorder.silent():
                 value = OutsideLoss.apply(tangents, *losses)
                 start = torch.ones_like(value)
+            losses.clear()  # nobody else may hold them
             torch.autograd.backward([value], [start])
         else:
             torch.autograd.backward(losses, tangents())

@@ -183,7 +183,7 @@ class _Lowering(StepBuilder):
                 self._add_note(HOLD, candidate.module, candidate.call.given, state_bytes=state_bytes)
             if position == self.trace.backward:
                 made = self.add_loss_values()
-                self.add_loss((), made)
+                self.add_loss(self.trace.returned, made)
                 if self.trace.tangents > position:  # what it works with is there until the outputs have their gradients
                     self.let_go[self.trace.tangents - 1] += [v for v in made if not self.values[v].retained]
             self.first_at.append(len(self.operations))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of, without_logs_of_errors
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of
+from planner.capture.inputs import Inputs, OutsideLoss, are_dropped, differentiated, state_of
 from planner.capture.model_facts import has_distributed_tensors, is_fake, units_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import Gradients, UnitCalls
@@ -26,6 +25,7 @@ from planner.capture.state_restore import put_back, warn_of_what_is_kept, writte
 from planner.capture.target_device import TargetDevice, calls_of
 from planner.capture.torch_internals import FakeTensor, call_implementation, installed_call, other_state
 from planner.capture.trees import tensors_in
+from planner.common.options import HELD
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 
@@ -37,21 +37,23 @@ def record(
     loss: LossMemory | None = None,
     gradients: Gradients | None = None,
     elsewhere: TargetDevice | None = None,
+    outputs: str = HELD,
     may_run: bool = True,
 ) -> Trace:
     """Record one training step: without data where the program allows that, else for real if it may run.
 
     The model is left as it was, its gradients, buffers, attributes and the random state included. Without a loss
-    outside the model what that returns is differentiated. ``elsewhere`` is the device that the step is for, where that
-    is not here and the step is recorded without data. A CaptureError says that the step fails, that it cannot be
-    recorded without data, or that nothing in it requires gradients; a UsageError that the model calls
+    outside the model what that returns is differentiated. ``outputs`` says whether all else that it returns is dropped
+    before the backward; see :class:`planner.common.options.Training`. ``elsewhere`` is the device that the step is for,
+    where that is not here and the step is recorded without data. A CaptureError says that the step fails, that it
+    cannot be recorded without data, or that nothing in it requires gradients; a UsageError that the model calls
     ``torch.utils.checkpoint`` itself.
     """
     # The backward of a recording ends where the model begins, whatever inputs and parameters were computed from.
     inputs = inputs.map_tensors(_as_leaf)
     computed = {path: _as_leaf(tensor) for path, tensor in state_of(model).items() if not tensor.is_leaf}
     with other_state(model, computed):
-        return _Recording(model, inputs, loss, gradients or Gradients(), elsewhere).trace(may_run=may_run)
+        return _Recording(model, inputs, loss, gradients or Gradients(), elsewhere, outputs).trace(may_run=may_run)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,6 +69,7 @@ class _Recording:
     loss: LossMemory | None
     gradients: Gradients
     elsewhere: TargetDevice | None
+    outputs: str
 
     def trace(self, *, may_run: bool) -> Trace:
         """Record without data where the program allows that, else for real if it may run."""
@@ -149,30 +152,40 @@ class _Recording:
             torch.clear_autocast_cache()  # as the runtime does: see planner.runtimes.modules
             trace.backward = trace.tangents = recorder.now
             trace.returned_cache = getattr(outputs, "past_key_values", None) is not None
-            _backward(recorder, outputs, self.loss)
             recorder.mark(outputs, "output")
+            losses = self._losses(recorder, tensors_in(outputs))
+            if are_dropped(self.outputs, losses, self.loss):
+                dropped = [tensor for tensor in tensors_in(outputs) if tensor.dim()]
+                trace.returned = list(recorder.numbers(dropped))
+                del dropped
+                outputs = [tensor for tensor in tensors_in(outputs) if not tensor.dim()]
+            _backward(recorder, losses, self.loss)
             recorder.finish()
             recorder.mark([t.grad for t in [*state.values(), *inputs.tensors()]], "gradient")
             trace.gradients = recorder.gradients_of(model.named_parameters())
 
+    def _losses(self, recorder: Recorder, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs that the backward starts from."""
+        tensors = [t for t in outputs if t.requires_grad]
+        recorder.sums.watch(tensors)
+        if not tensors:
+            raise NoBackwardError("nothing of the model needs a backward: no output requires gradients")
+        if all(t.dim() for t in tensors):
+            recorder.trace.outside_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        return differentiated(outputs, self.loss)
 
-def _backward(recorder: Recorder, outputs: Any, loss: LossMemory | None) -> None:
-    tensors = [t for t in tensors_in(outputs) if t.requires_grad]
-    recorder.sums.watch(tensors)
-    if not tensors:
-        raise NoBackwardError("nothing of the model needs a backward: no output requires gradients")
-    if all(t.dim() for t in tensors):
-        recorder.trace.outside_bytes = sum(t.numel() * t.element_size() for t in tensors)
+
+def _backward(recorder: Recorder, losses: list[torch.Tensor], loss: LossMemory | None) -> None:
     if loss is not None:
-        reached = differentiated(outputs, loss)
-        like = [(t.shape, t.dtype, t.device) for t in reached]
+        like = [(t.shape, t.dtype, t.device) for t in losses]
 
         def tangents() -> list[torch.Tensor]:
             made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in like]
             recorder.trace.tangents = recorder.now
             return made
 
-        value = recorder.stand_in(OutsideLoss.apply(tangents, *reached))  # type: ignore[no-untyped-call]
+        value = recorder.stand_in(OutsideLoss.apply(tangents, *losses))  # type: ignore[no-untyped-call]
+        losses.clear()  # nobody else may hold them
         torch.autograd.backward([value], [recorder.stand_in(torch.ones_like(value))])
     else:
-        run_backward(outputs, None)
+        torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if losses[0].dim() else None)

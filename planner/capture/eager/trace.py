@@ -103,6 +103,8 @@ class Trace:
     """Storages of the gradients of parameters, by their paths."""
     found: list[int] = field(default_factory=list)
     """Storages of gradients that earlier backwards have left."""
+    returned: list[int] = field(default_factory=list)
+    """Storages of outputs, if the loop drops those that are no losses before the backward."""
 
 
 class _Saved:

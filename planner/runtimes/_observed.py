@@ -1,0 +1,242 @@
+"""Observe the loop around a wrapped model, and plan again for what it does with outputs and which optimizer it has.
+
+Nothing of that is known when the model is wrapped. So the first plan counts every output to the end of the backward,
+and the optimizer that exists; from the second call on the plan is for what the first steps showed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from planner.capture.inputs import state_of
+from planner.capture.model_facts import has_several_ranks, is_sharded, of_model
+from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of
+from planner.capture.trees import leaf_tensors
+from planner.common.options import AUTO, DROPPED, HELD, OPTIMIZERS
+from planner.common.units import format_bytes
+from planner.errors import InfeasibleBudgetError
+from planner.measure.devices import device_spec
+from planner.measure.optimizers import kept_for, memory_of_existing
+from planner.plans.plan import Plan
+from planner.runtimes import PlannedModel
+from planner.session.step import Options, outputs_of
+
+_log = logging.getLogger(__name__)
+
+Start = Callable[[Options, Plan | None], PlannedModel]
+"""Starts the runtime under options, and a plan if there is one for them."""
+
+_STEPS = 3
+"""How many backwards are observed that end as the plan assumes."""
+
+
+def before_observing(model: nn.Module, options: Options) -> Options:
+    """Return the options with what the first plan assumes: outputs are held, and the optimizer that exists is used.
+
+    What the user says of either stays as it is. Ranks would have to observe the same, so with several nothing is.
+    """
+    training = options.training
+    if training.outputs == AUTO:
+        options = replace(options, training=replace(training, outputs=HELD))
+    if training.optimizer != "none" or options.reused_plan is not None or _is_one_of_several(model):
+        return options
+    spec = device_spec(of_model(model), options.target.device)
+    found = memory_of_existing(model.parameters(), alignment_bytes=spec.alignment_bytes, device_kind=spec.kind)
+    return replace(options, optimizer=found)
+
+
+def _is_one_of_several(model: nn.Module) -> bool:
+    return has_several_ranks() or is_sharded(model)
+
+
+class ObservedCalls:
+    """What ``model(...)`` runs: a runtime, and another one in its place once the loop is known.
+
+    ``outputs`` is what the user says of them. A plan that was given is kept: of it is only said what it does not count.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, start: Start, *, plan: Plan | None, outputs: str) -> None:
+        self._model, self._options, self._start = weakref.ref(model), options, start
+        self._is_fixed = options.reused_plan is not None or _is_one_of_several(model)
+        self._may_drop = outputs == AUTO and not self._is_fixed
+        self._running = start(options, plan)
+        self._asked: Options | None = None
+        """Options for what was observed, to be in force from the next call on."""
+        self._to_watch = _STEPS if self._may_drop or _drops(options) else 0
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those whose state was looked at."""
+        self._is_first = True
+        _observed.add(self)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return self._running.plan
+
+    def stop(self) -> None:
+        """Undo what was done to the model's parts."""
+        _observed.discard(self)
+        self._running.stop()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, planned if gradients are on."""
+        if not torch.is_grad_enabled() or is_transformed():
+            return self._running(*args, **kwargs)
+        if self._is_first:
+            self._is_first = False
+            self._look_for_optimizer()
+        if self._asked is not None:
+            return self._watched(self._planned_anew(self._asked, args, kwargs))
+        if self.plan is None:
+            return self._watched(self._first_planned(args, kwargs))
+        return self._watched(self._running(*args, **kwargs)) if self._to_watch else self._running(*args, **kwargs)
+
+    def _look_for_optimizer(self) -> None:
+        """Count an optimizer that was made after the model was wrapped, and before the first step."""
+        model = self._model()
+        if model is not None and not self._is_fixed and self._options.optimizer is None:
+            found = before_observing(model, self._options)
+            self._asked = found if found.optimizer is not None else None
+
+    def _first_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the first call; where no plan with all outputs fits, one for a loop that drops them is tried."""
+        try:
+            return self._running(*args, **kwargs)
+        except InfeasibleBudgetError:
+            if not self._may_drop or _drops(self._options):
+                raise
+        self._start_anew(with_outputs(self._options, DROPPED))
+        return self._running(*args, **kwargs)
+
+    def _planned_anew(self, asked: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call under a plan for what was observed; if there is none, under the plan before.
+
+        That may not be where it takes outputs to be dropped that the loop holds: the InfeasibleBudgetError is raised.
+        """
+        running, options, was_planned = self._running, self._options, self.plan is not None
+        self._start_anew(asked)
+        if not was_planned:
+            return self._first_planned(args, kwargs)
+        try:
+            return self._running(*args, **kwargs)
+        except InfeasibleBudgetError as error:
+            if _drops(options) and not _drops(asked):
+                raise
+            self._running, self._options, self._is_fixed, self._to_watch = running, options, True, 0
+            if asked.optimizer is not options.optimizer:
+                warnings.warn(f"{error}. The plan in force does not count what the optimizer keeps", stacklevel=4)
+        return self._running(*args, **kwargs)
+
+    def _start_anew(self, options: Options) -> None:
+        """Start the runtime under other options."""
+        options = replace(options, budget=replace(options.budget, at_least_bytes=0), eager=None)
+        self._options, self._asked = options, None
+        self._running = self._start(options, None)
+
+    # Outputs.
+
+    def _watched(self, result: Any) -> Any:
+        """Return what a call did, and look at the end of the backward which outputs the loop still holds.
+
+        The caller has no name for the result: an error that was caught keeps the frames below it, and all their names.
+        """
+        model, tensors = self._model(), leaf_tensors(result)
+        own = {id(storage_of(tensor)) for tensor in state_of(model).values()} if model is not None else set()
+        storages = {id(s): s for t in tensors if t.dim() and t.layout is torch.strided for s in [storage_of(t)]}
+        references = [weakref.ref(storage) for key, storage in storages.items() if key not in own]
+        size_bytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+        starts = [tensor for tensor in tensors if tensor.requires_grad]
+        reference = weakref.ref(self)
+
+        def ended() -> None:
+            observer = reference()
+            if observer is not None:
+                observer._see_outputs(size_bytes, are_held=any(held() is not None for held in references))
+
+        if references and starts:
+            at_end_of_backward(starts, ended)
+        return result
+
+    def _see_outputs(self, size_bytes: int, *, are_held: bool) -> None:
+        plan = self.plan
+        is_as_planned = are_held != _drops(self._options)
+        has_room = not are_held and (plan is None or not plan.recomputations)
+        if is_as_planned or has_room or plan is None or size_bytes < _LEAST * plan.budget_bytes:
+            self._to_watch = max(0, self._to_watch - 1)
+            return
+        self._to_watch = 0
+        if self._may_drop:
+            done = "holds" if are_held else "drops"
+            _log.info("the loop %s the model's outputs (%s): it is planned again", done, format_bytes(size_bytes))
+            self._asked = with_outputs(self._asked or self._options, HELD if are_held else DROPPED)
+        elif are_held:
+            warnings.warn(
+                f"the loop holds {format_bytes(size_bytes)} of the model's outputs in the backward, and the plan takes "
+                "them to be dropped: pass training=Training(outputs='held'), and plan again",
+                stacklevel=2,
+            )
+
+    # The optimizer.
+
+    def see_optimizer(self, optimizer: Optimizer) -> None:
+        """Count the state of an optimizer that steps this model's parameters, if the plan does not."""
+        plan, model = self.plan, self._model()
+        if plan is None or model is None or self._options.budget.size is None or optimizer in self._optimizers:
+            return
+        self._optimizers.add(optimizer)
+        spec = device_spec(of_model(model), self._options.target.device)
+        parameters = [*model.parameters()]
+        kept_bytes = sum(kept_for(one, parameters, spec.alignment_bytes) for one in self._optimizers)
+        beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
+        if not self._is_fixed and beyond_bytes > _LEAST * plan.budget_bytes:
+            found = memory_of_existing(parameters, alignment_bytes=spec.alignment_bytes, device_kind=spec.kind)
+            self._asked = replace(self._asked or self._options, optimizer=found)
+        elif plan.peak_bytes + beyond_bytes > plan.budget_bytes:
+            _warn_of(optimizer, beyond_bytes, type(model).__name__, plan)
+
+
+_LEAST = 0.002
+"""Share of the budget that makes another plan worth its time."""
+
+_observed: weakref.WeakSet[ObservedCalls] = weakref.WeakSet()
+
+
+def _drops(options: Options) -> bool:
+    return outputs_of(options) == DROPPED
+
+
+def with_outputs(options: Options, outputs: str) -> Options:
+    """Return the options for a loop that holds the model's outputs, or drops them."""
+    return replace(options, training=replace(options.training, outputs=outputs))
+
+
+def _warn_of(optimizer: Optimizer, kept_bytes: int, model: str, plan: Plan) -> None:
+    name, size = type(optimizer).__name__, format_bytes(kept_bytes)
+    counted = repr(name.lower()) if name.lower() in OPTIMIZERS else f"Training(reserve={size!r})"
+    warnings.warn(
+        f"{name} keeps {size} of state for {model}, and its plan has "
+        f"{format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for it: pass "
+        f"training={counted} to auto_wrap, so that it is counted",
+        stacklevel=5,
+    )
+
+
+def _after_optimizer_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Let each wrapped model look at an optimizer that steps for the first time."""
+    if torch.compiler.is_compiling():
+        return
+    for calls in list(_observed):
+        calls.see_optimizer(optimizer)
+
+
+register_optimizer_step_post_hook(_after_optimizer_step)
