@@ -330,7 +330,9 @@ def _or_the_least(planned: Callable[..., Any], budget: str) -> tuple[Any, bool]:
 
 def _step(model: Any, loaded: zoo.ZooModel) -> None:
     output = model(*loaded.example_args, **loaded.example_kwargs)
-    (output if torch.is_tensor(output) else output.loss).backward()
+    loss = output if torch.is_tensor(output) else output.loss
+    del output
+    loss.backward()
 
 
 def _left_behind(model: nn.Module, call: Callable[[], torch.Tensor]) -> StepResult:

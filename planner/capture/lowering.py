@@ -110,17 +110,24 @@ class _Lowering(GraphBuilder[fx.Node]):
                     self.retained.update((storage_id(tensor), kind) for tensor in tensors_of(node))
         self.dropped = self._dropped()
 
+    def _returned(self) -> dict[int, tuple[fx.Node, torch.Tensor]]:
+        """Return the storages that the caller is given, each with a node and its tensor."""
+        forward, descriptors = self.joint.outputs[0], self.joint.output_descriptors[0]
+        nodes = [n for n, d in zip(forward, descriptors, strict=True) if not isinstance(d, InputMutationAOTOutput)]
+        returned = [(n, t) for n in nodes if isinstance(n, fx.Node) for t in tensors_of(n)]
+        given = [*self.joint.arguments, *self.joint.graph.find_nodes(op="get_attr")]
+        resident = {storage_id(tensor) for node in given for tensor in tensors_of(node)}
+        return {storage_id(t): (node, t) for node, t in returned if storage_id(t) not in resident}
+
     def _dropped(self) -> set[int]:
         """Return the storages of outputs that the loop drops before the backward."""
         losses = [tensor for node in self.joint.tangents for tensor in tensors_of(node)]
         loss = self.context.loss if self.context.loss.is_known else None
         if not are_dropped(self.context.outputs, losses, loss):
             return set()
-        forward, backward = self.joint.outputs
-        returned = [n for n, d in zip(forward, self.joint.output_descriptors[0], strict=True) if _is_returned(d)]
-        tensors = [t for node in returned if isinstance(node, fx.Node) for t in tensors_of(node) if t.dim()]
-        gradients = {storage_id(t) for node in backward if isinstance(node, fx.Node) for t in tensors_of(node)}
-        return {storage_id(tensor) for tensor in tensors} - gradients
+        backward = [node for node in self.joint.outputs[1] if isinstance(node, fx.Node)]
+        gradients = {storage_id(tensor) for node in backward for tensor in tensors_of(node)}
+        return {storage for storage, (_, tensor) in self._returned().items() if tensor.dim()} - gradients
 
     def run(self, given: Sequence[fx.Node]) -> LoweredGraph:
         graph = self.joint.graph
@@ -128,6 +135,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         forward = needed_by_forward(self.joint)
         drop_unused_statistics(graph)
         self._add_given(given)
+        self.add_kept((n.name, t.untyped_storage().nbytes(), n) for n, t in self._returned().values())
         for node in graph.nodes:
             for tensor in tensors_of(node):
                 if any(isinstance(size, torch.SymInt) for size in tensor.shape):
@@ -275,11 +283,6 @@ class _Lowering(GraphBuilder[fx.Node]):
             makes.append(self.add_value("gradient that is copied", -(-copies.working_bytes // shards), kind="gradient"))
         reads = (value for position in copied for value in self.storage_of[pairs[position][1]])
         self.add(ACCUMULATE_TARGET, reads, makes, name="accumulate", recomputable=False)
-
-
-def _is_returned(descriptor: Any) -> bool:
-    """Whether the caller gets an output, which is not what an input is overwritten with."""
-    return not isinstance(descriptor, InputMutationAOTOutput)
 
 
 _PURE = ("aten", "prims")

@@ -260,7 +260,7 @@ AUTO = "auto"
 
 PARALLEL = ("none", "ddp", "fsdp2")
 
-HELD, DROPPED = "held", "dropped"
+HELD, DROPPED, KEPT = "held", "dropped", "kept"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -276,8 +276,8 @@ class Training(_Group):
     gradient_accumulation : bool
         Gradients of earlier backwards are resident.
     outputs : str
-        Outputs of more than one number stay until the backward ends (held) or go once there is a loss (dropped).
-        By default those of a model that returns its own loss are dropped.
+        Outputs of more than one number go once there is a loss (dropped), stay until the backward ends (held), or
+        until the next call has returned (kept). By default those of a model that returns its own loss are dropped.
     reserve : int, float or str
         What stays free: 1GiB, or 5% of the device.
     data_parallel : str
@@ -295,7 +295,7 @@ class Training(_Group):
     _: KW_ONLY
     master_weights: bool = _option(False)
     gradient_accumulation: bool = _option(False, flag="--accumulate")
-    outputs: str = _option(AUTO, choices=(AUTO, HELD, DROPPED))
+    outputs: str = _option(AUTO, choices=(AUTO, DROPPED, HELD, KEPT))
     reserve: Size = _option(0)
     data_parallel: str = _option("none", choices=PARALLEL, rare=True)
     ranks: int = _option(1, rare=True)
@@ -304,8 +304,8 @@ class Training(_Group):
         check_optimizer(self.optimizer)
         if self.data_parallel not in PARALLEL:
             raise UsageError(f"unknown data_parallel {self.data_parallel!r}: one of {', '.join(PARALLEL)}")
-        if self.outputs not in (AUTO, HELD, DROPPED):
-            raise UsageError(f"unknown outputs {self.outputs!r}: one of {AUTO}, {HELD}, {DROPPED}")
+        if self.outputs not in (AUTO, DROPPED, HELD, KEPT):
+            raise UsageError(f"unknown outputs {self.outputs!r}: one of {AUTO}, {DROPPED}, {HELD}, {KEPT}")
         if self.reserve:
             parse_size(self.reserve, whole_bytes=2**60)
         if self.ranks < 1 or (self.ranks > 1) != (self.data_parallel != "none"):

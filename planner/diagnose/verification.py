@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from planner.capture.planned_call import as_its_class, calling, parts_as_written
 from planner.capture.state_restore import RandomStates, written_by
 from planner.capture.torch_internals import call_implementation
 from planner.capture.trees import leaf_tensors, tensors_in
-from planner.common.options import HELD, TOLERANCE, Budget, Runtime, chunks_of
+from planner.common.options import HELD, KEPT, TOLERANCE, Budget, Runtime, chunks_of
 from planner.ir.static_memory import OUTPUTS, LossMemory
 from planner.plans.plan import MeasuredEager, Plan, Verification
 from planner.session.step import options_of
@@ -142,7 +141,23 @@ class _Step:
         return next((t.device for t in (*self.model.parameters(), *self.inputs.tensors())), torch.device("cpu"))
 
     def run(self, outputs: str = HELD) -> Any:
-        return run_step(lambda: self.model(*self.inputs.args, **self.inputs.kwargs), self.loss_fn, outputs)
+        return run_step(self.call, self.loss_fn, outputs)
+
+    def call(self) -> Any:
+        return self.model(*self.inputs.args, **self.inputs.kwargs)
+
+    def counted(self) -> None:
+        """Run a step with what its loop holds, which may be the outputs of the step before."""
+        held = [self.run(self.outputs)]
+
+        def call() -> Any:
+            result = self.call()
+            held.clear()
+            return result
+
+        if self.outputs == KEPT:
+            self.model.zero_grad(set_to_none=True)
+            run_step(call, self.loss_fn)
 
     def round(self, ways: Mapping[str, Callable[..., Any]], *, backwards: bool) -> dict[str, float]:
         """Return the seconds of one step each way, in alternating order."""
@@ -155,7 +170,7 @@ class _Step:
         with as_its_class(model), calling({model: running}):
             loss = tuple(tensor.detach().clone() for tensor in leaf_tensors(self.run()))
             start.put_back(model)
-            peak_bytes, _ = measure_peak(partial(self.run, self.outputs), self.device)
+            peak_bytes, _ = measure_peak(self.counted, self.device)
             result = StepResult(
                 loss=loss,
                 gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},

@@ -11,9 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from planner.common.options import HELD
+from planner.common.options import HELD, KEPT
 from planner.common.units import round_up
-from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
+from planner.ir.graph import (
+    FOUND_TARGET,
+    LOSS_KEY,
+    LOSS_NAME,
+    LOSS_TARGET,
+    RETURNED_TARGET,
+    Operation,
+    Phase,
+    TrainingGraph,
+    Value,
+)
 from planner.ir.static_memory import LossMemory
 
 Node = TypeVar("Node")
@@ -43,7 +53,7 @@ class StepContext:
     ``static_bytes`` are resident before it, by kind; ``kinds`` has the class of each callable module, by path; ``loss``
     is the memory of a loss outside the model. Random states count only if the planned memory is ``on_cpu``. Each
     gradient is spread over ``gradient_shards`` devices once complete. A step that ``finds_gradients`` adds to those of
-    earlier backwards. ``outputs`` that are dropped go once there is a loss.
+    earlier backwards. ``outputs`` are dropped, held or kept; see :class:`planner.common.options.Training`.
     """
 
     alignment_bytes: int
@@ -71,6 +81,8 @@ class GraphBuilder(Generic[Node]):
         self.operation_nodes: list[Node | None] = []
         """For each operation the node it was made of; None if it has none in the model."""
         self.value_nodes: list[Node | None] = []
+        self.kept: list[int] = []
+        """Outputs of the last call, which its caller keeps until this one returns."""
 
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
@@ -136,8 +148,16 @@ class GraphBuilder(Generic[Node]):
         held = Value(name="loss", size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
         return [self._append_value(value) for value in (working, held) if value.size_bytes]
 
+    def add_kept(self, sizes: Iterable[tuple[str, int, Node | None]]) -> None:
+        """Add outputs of the last call by name, bytes and node, if the loop keeps them; before all other operations."""
+        if self.context.outputs == KEPT:
+            self.kept = [self.add_value(f"last {n}", size, kind="output", node=node) for n, size, node in sizes]
+            self.add(FOUND_TARGET, makes=self.kept, name="kept", recomputable=False)
+
     def add_loss(self, reads: Iterable[int], makes: Iterable[int]) -> int:
         """Add the operation between forward and backward; later operations belong to the backward."""
+        if self.kept:
+            self.add(RETURNED_TARGET, self.kept, name="returned", recomputable=False)
         self.phase = Phase.BACKWARD
         return self.append(
             Operation(

@@ -26,6 +26,9 @@ ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they 
 FOUND_TARGET = "found"
 """Target of what stands for the making of values that earlier steps have left, before all else."""
 
+RETURNED_TARGET = "returned"
+"""Target of what stands for the moment at which a call returns, if outputs of the last one are kept until then."""
+
 LOSS_KEY = f"|{LOSS_NAME}|l0"
 
 

@@ -16,7 +16,7 @@ FINDS = "finds"
 """Key of a plan's fingerprint: what a step finds of earlier ones, such as gradients."""
 
 OUTPUTS = "outputs"
-"""Key of a plan's fingerprint: ``"dropped"`` where outputs are taken to go before the backward."""
+"""Key of a plan's fingerprint: what a loop does with outputs; absent if they are held until the backward ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from planner.capture.model_facts import of_model
 from planner.capture.pieces import Piece, model_of, numbers_among
 from planner.capture.state_restore import random_states_kept
 from planner.capture.torch_internals import entered
-from planner.common.options import Budget
+from planner.common.options import AUTO, HELD, Budget
 from planner.common.units import format_bytes, format_percent, parse_size, round_up
 from planner.errors import InfeasibleBudgetError, PlannerError, RuntimeUnsupportedError, UsageError
 from planner.findings.finding import Finding, Severity
@@ -34,6 +34,7 @@ from planner.plans.budget_split import Call, calls_in, fraction_that_fits, least
 from planner.plans.plan import Plan
 from planner.runtimes._calls import weakly
 from planner.runtimes._gradients import planned_node
+from planner.runtimes._observed import with_outputs
 from planner.runtimes._pieces import Made, Program
 from planner.session.capture_progress import log_progress
 from planner.session.step import Options
@@ -50,7 +51,8 @@ class Backend:
 
     def __init__(self, options: Options) -> None:
         assert options.budget.size is not None
-        self.options = options
+        # Outputs of a graph go to the code between graphs, which is not observed.
+        self.options = with_outputs(options, HELD) if options.training.outputs == AUTO else options
         self._budget_bytes = parse_size(options.budget.size)
         self.reset()
 

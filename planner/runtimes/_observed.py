@@ -22,7 +22,7 @@ from planner.capture.inputs import state_of
 from planner.capture.model_facts import has_several_ranks, is_sharded, of_model
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of
 from planner.capture.trees import leaf_tensors
-from planner.common.options import AUTO, DROPPED, HELD, OPTIMIZERS
+from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError
 from planner.measure.devices import device_spec
@@ -36,8 +36,11 @@ _log = logging.getLogger(__name__)
 Start = Callable[[Options, Plan | None], PlannedModel]
 """Starts the runtime under options, and a plan if there is one for them."""
 
-_STEPS = 3
-"""How many backwards are observed that end as the plan assumes."""
+_STEPS = 4
+"""How many steps are observed."""
+
+_ORDER = (DROPPED, HELD, KEPT)
+"""What a loop may do with outputs, by what it needs."""
 
 
 def before_observing(model: nn.Module, options: Options) -> Options:
@@ -73,6 +76,10 @@ class ObservedCalls:
         self._asked: Options | None = None
         """Options for what was observed, to be in force from the next call on."""
         self._to_watch = _STEPS if self._may_drop or _drops(options) else 0
+        self._last: list[weakref.ref[Any]] = []
+        """The storages of the outputs of the last call that was watched."""
+        self._seen: tuple[int, bool] | None = None
+        """Their bytes, and whether they were there when its backward had ended."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state was looked at."""
         self._is_first = True
@@ -95,6 +102,8 @@ class ObservedCalls:
         if self._is_first:
             self._is_first = False
             self._look_for_optimizer()
+        if self._seen is not None and self._to_watch:
+            self._conclude(self._seen[0], are_held=self._seen[1])
         if self._asked is not None:
             return self._watched(self._planned_anew(self._asked, args, kwargs))
         if self.plan is None:
@@ -135,6 +144,12 @@ class ObservedCalls:
             self._running, self._options, self._is_fixed, self._to_watch = running, options, True, 0
             if asked.optimizer is not options.optimizer:
                 warnings.warn(f"{error}. The plan in force does not count what the optimizer keeps", stacklevel=4)
+            elif not _drops(asked):
+                warnings.warn(
+                    f"{error}. The loop keeps the outputs of a call until the next one returns, which the plan in "
+                    "force does not count: delete them before, or raise the budget",
+                    stacklevel=4,
+                )
         return self._running(*args, **kwargs)
 
     def _start_anew(self, options: Options) -> None:
@@ -161,29 +176,32 @@ class ObservedCalls:
         def ended() -> None:
             observer = reference()
             if observer is not None:
-                observer._see_outputs(size_bytes, are_held=any(held() is not None for held in references))
+                observer._seen = size_bytes, any(held() is not None for held in references)
 
         if references and starts:
+            self._last = references
             at_end_of_backward(starts, ended)
         return result
 
-    def _see_outputs(self, size_bytes: int, *, are_held: bool) -> None:
-        plan = self.plan
-        is_as_planned = are_held != _drops(self._options)
-        has_room = not are_held and (plan is None or not plan.recomputations)
-        if is_as_planned or has_room or plan is None or size_bytes < _LEAST * plan.budget_bytes:
-            self._to_watch = max(0, self._to_watch - 1)
+    def _conclude(self, size_bytes: int, *, are_held: bool) -> None:
+        """Ask for another plan if the loop does otherwise with outputs than the one in force assumes."""
+        self._seen, self._to_watch, plan = None, self._to_watch - 1, self.plan
+        are_kept = any(held() is not None for held in self._last)
+        now, assumed = KEPT if are_kept else HELD if are_held else DROPPED, outputs_of(self._options)
+        if now == assumed or plan is None or size_bytes < _LEAST * plan.budget_bytes:
             return
-        self._to_watch = 0
+        is_more = _ORDER.index(now) > _ORDER.index(assumed)
+        fits = plan.peak_bytes + size_bytes <= plan.budget_bytes
+        if fits if is_more else not plan.recomputations:
+            return  # another plan takes seconds, and this one keeps the budget and recomputes nothing for it
         if self._may_drop:
-            done = "holds" if are_held else "drops"
-            _log.info("the loop %s the model's outputs (%s): it is planned again", done, format_bytes(size_bytes))
-            self._asked = with_outputs(self._asked or self._options, HELD if are_held else DROPPED)
-        elif are_held:
+            _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
+            self._asked = with_outputs(self._asked or self._options, now)
+        elif is_more:
             warnings.warn(
-                f"the loop holds {format_bytes(size_bytes)} of the model's outputs in the backward, and the plan takes "
-                "them to be dropped: pass training=Training(outputs='held'), and plan again",
-                stacklevel=2,
+                f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan takes them to be "
+                f"{assumed}: pass training=Training(outputs={now!r}), and plan again",
+                stacklevel=6,
             )
 
     # The optimizer.

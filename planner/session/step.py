@@ -37,6 +37,7 @@ from planner.common.options import (
     DROPPED,
     GROUPS,
     HELD,
+    KEPT,
     LEAST_BYTES,
     Budget,
     Offload,
@@ -54,7 +55,7 @@ from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import RETURNED_TARGET, OperationCost, TrainingGraph
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.policy import Policy
@@ -244,13 +245,16 @@ def _dropped_bytes(graph: TrainingGraph) -> int:
 
 
 def outputs_as_planned(graph: TrainingGraph) -> dict[str, str | int]:
-    """Return the entry of a fingerprint that says that outputs are dropped, where there are any."""
+    """Return the entry of a fingerprint that says what the loop does with outputs, unless it holds them."""
+    if any(operation.target == RETURNED_TARGET for operation in graph.operations):
+        return {OUTPUTS: KEPT}
     return {OUTPUTS: DROPPED} if _dropped_bytes(graph) else {}
 
 
 def dropped_outputs(graph: TrainingGraph) -> Iterator[Finding]:
     """Say which bytes of outputs are taken to go before the backward."""
-    if dropped_bytes := _dropped_bytes(graph):
+    dropped_bytes = _dropped_bytes(graph)
+    if outputs_as_planned(graph) == {OUTPUTS: DROPPED}:
         yield Finding(
             rule="outputs-dropped",
             severity=Severity.NOTE,

@@ -102,7 +102,7 @@ def test_computed_parameters_have_no_gradient_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
-def test_state_of_an_optimizer_that_nobody_named_is_said_once(runtime: str) -> None:
+def test_state_of_an_optimizer_that_a_given_plan_does_not_count_is_said_once(runtime: str) -> None:
     model, x = Stack(), rows()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -111,13 +111,13 @@ def test_state_of_an_optimizer_that_nobody_named_is_said_once(runtime: str) -> N
         optimizer.step()
         optimizer.zero_grad()
 
-    planner.auto_wrap(model, budget="70%", runtime=runtime)
+    planned = grouped(budget="70%", runtime=runtime, time_limit_seconds=0.2)
+    planner.auto_wrap(model, budget=planner.plan(Stack(), x, **planned))
     with pytest.warns(UserWarning, match=r"AdamW keeps .* of state for Stack.* pass training='adamw' to auto_wrap"):
         step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step()
-        planner.auto_wrap(model, budget="70%", runtime=runtime, training="adamw")
+        planner.auto_wrap(model, **planned)
         step()
         planner.auto_wrap(model, budget=planner.Budget(activations="70%"), runtime=runtime)
         step()

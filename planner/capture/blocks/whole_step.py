@@ -83,6 +83,8 @@ class Builder(StepBuilder):
         """Add all events of the step."""
         if self.trace.found:
             self.add_once(FOUND_TARGET, "", (), [self._value(storage) for storage in self.trace.found])
+        returned = [(at, seen) for at, seen in enumerate(self.trace.storages) if seen.kind == "output"]
+        self.add_kept((f"storage {at}", seen.size_bytes, None) for at, seen in returned)
         for index, event in enumerate(self.trace.events):
             if isinstance(event, Turn):
                 self.add_turn(event.module, event.is_entered, self._reads(self.held[index], made=()))

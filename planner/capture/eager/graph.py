@@ -162,6 +162,7 @@ class _Lowering(StepBuilder):
         """Add the runs, and between them the operations that mark lifetimes of checkpoints."""
         if self.trace.found:
             self.add_once(FOUND_TARGET, "", (), self.trace.found)
+        self.add_kept((self.values[s].name, self.values[s].size_bytes, None) for s in self.trace.returned)
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
             begins[candidate.call.begin].append(candidate)

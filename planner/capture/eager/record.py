@@ -25,7 +25,7 @@ from planner.capture.state_restore import put_back, warn_of_what_is_kept, writte
 from planner.capture.target_device import TargetDevice, calls_of
 from planner.capture.torch_internals import FakeTensor, call_implementation, installed_call, other_state
 from planner.capture.trees import tensors_in
-from planner.common.options import HELD
+from planner.common.options import HELD, KEPT
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 
@@ -154,10 +154,10 @@ class _Recording:
             trace.returned_cache = getattr(outputs, "past_key_values", None) is not None
             recorder.mark(outputs, "output")
             losses = self._losses(recorder, tensors_in(outputs))
+            if self.outputs == KEPT:
+                trace.returned = list(recorder.numbers(tensors_in(outputs)))
             if are_dropped(self.outputs, losses, self.loss):
-                dropped = [tensor for tensor in tensors_in(outputs) if tensor.dim()]
-                trace.returned = list(recorder.numbers(dropped))
-                del dropped
+                trace.returned = list(recorder.numbers([t for t in tensors_in(outputs) if t.dim()]))
                 outputs = [tensor for tensor in tensors_in(outputs) if not tensor.dim()]
             _backward(recorder, losses, self.loss)
             recorder.finish()

@@ -104,7 +104,7 @@ class Trace:
     found: list[int] = field(default_factory=list)
     """Storages of gradients that earlier backwards have left."""
     returned: list[int] = field(default_factory=list)
-    """Storages of outputs, if the loop drops those that are no losses before the backward."""
+    """Storages of outputs that the loop drops before the backward, or keeps until the next call has returned."""
 
 
 class _Saved:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import _functional_collectives as functional
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -127,12 +127,14 @@ def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collec
     # The profiler does not see what gloo's threads free: a buffer that one of them was last to hold seems to stay.
     while not all_agree(len(peaks) >= 6 and (peaks.count(min(peaks)) >= 4 or len(peaks) >= 30)):
         model.zero_grad(set_to_none=True)
-        with patch.object(functional, "wait_tensor", until_only_python_holds):
+        with patch.object(AsyncCollectiveTensor, "trigger_wait", until_only_python_holds):
             peaks.append(measure_peak(lambda: step(model, x), torch.device("cpu"))[0])
     return resident_bytes + buckets_bytes + min(peaks), model
 
 
-def until_only_python_holds(tensor: torch.Tensor, wait: Callable = functional.wait_tensor) -> torch.Tensor:
+def until_only_python_holds(
+    tensor: AsyncCollectiveTensor, wait: Callable[..., torch.Tensor] = AsyncCollectiveTensor.trigger_wait
+) -> torch.Tensor:
     """Wait for a collective, and until gloo's thread has dropped its result.
 
     On two busy cores that thread held the result beyond the wait in a third of 300 all-reduces. A result that stays

@@ -1,0 +1,230 @@
+"""The loop around a wrapped model is observed: its outputs, and an optimizer that nobody named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cli
+import planner
+from planner.capture.memory import measure_peak
+from planner.common.options import grouped
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.measure.optimizers import kept_for, memory_of_existing
+from tests.models import perceptron
+
+WORDS, WIDTH = 2048, 32
+
+
+class Scores(nn.Module):
+    """Returns its loss beside scores that take more than all that is saved inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(perceptron() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        scores = self.head(x)
+        return {"loss": F.cross_entropy(scores, y), "scores": scores}
+
+
+@cache
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(256, WIDTH, generator=generator), torch.randint(0, WORDS, (256,), generator=generator)
+
+
+def dropping(model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        loss = model(*batch())["loss"]
+        loss.backward()
+
+    return step
+
+
+def holding(model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        outputs = model(*batch())
+        outputs["loss"].backward()
+
+    return step
+
+
+def keeping(model: nn.Module) -> Callable[[], None]:
+    """Run two steps, as a loop does whose variable for the outputs is bound again once the next call returns."""
+
+    def steps() -> None:
+        for _ in range(2):
+            model.zero_grad()
+            outputs = model(*batch())
+            outputs["loss"].backward()
+
+    return steps
+
+
+LOOPS: dict[str, Callable[[nn.Module], Callable[[], None]]] = {"dropped": dropping, "held": holding, "kept": keeping}
+
+
+def added_bytes(step: Callable[[], None]) -> int:
+    return measure_peak(step, torch.device("cpu"))[0]
+
+
+def options(**asked: Any) -> dict[str, Any]:
+    return grouped(time_limit_seconds=0.5, **asked)
+
+
+def smallest_bytes(runtime: str, outputs: str) -> int:
+    plan = planner.plan(Scores(), batch(), **options(budget="100%", runtime=runtime, outputs=outputs))
+    assert plan.minimum_feasible_peak_bytes is not None
+    return plan.minimum_feasible_peak_bytes
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_planned_is_what_the_loop_holds(loop: str, runtime: str) -> None:
+    model, plain = Scores(), Scores()
+    # All three loops fit here, the one that holds most least.
+    budget_bytes = smallest_bytes(runtime, "held") + 4096
+    planner.auto_wrap(model, **options(budget=budget_bytes, runtime=runtime))
+    step = LOOPS[loop](model)
+    for _ in range(2):
+        model.zero_grad()
+        step()
+    model.zero_grad()
+    peak_bytes = added_bytes(step)
+    plan = planner.plan_of(model)
+    predicted_bytes = plan.peak_bytes - sum(plan.static_bytes[kind] for kind in ("parameters", "inputs"))
+    assert 0.995 * predicted_bytes <= peak_bytes <= predicted_bytes
+    assert plan.peak_bytes <= budget_bytes
+    LOOPS[loop](plain)()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None and torch.equal(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_a_budget_that_only_a_loop_that_drops_outputs_keeps_is_tried(runtime: str) -> None:
+    least_bytes = smallest_bytes(runtime, "dropped")
+    assert least_bytes < smallest_bytes(runtime, "held")
+    model = planner.auto_wrap(Scores(), **options(budget=least_bytes, runtime=runtime))
+    for _ in range(3):
+        model.zero_grad()
+        dropping(model)()
+    assert planner.plan_of(model).fingerprint["outputs"] == "dropped"
+    model = planner.auto_wrap(Scores(), batch(), **options(budget=least_bytes, runtime=runtime))
+    assert planner.plan_of(model).fingerprint["outputs"] == "dropped"  # before the first call, too
+    holding(model)()
+    with pytest.raises(InfeasibleBudgetError):
+        holding(model)()
+
+
+def test_what_is_told_of_outputs_is_not_observed() -> None:
+    least_bytes = smallest_bytes("graph", "dropped")
+    model = planner.auto_wrap(Scores(), **options(budget=least_bytes, outputs="held", runtime="graph"))
+    with pytest.raises(InfeasibleBudgetError):
+        dropping(model)()
+    model = planner.auto_wrap(Scores(), **options(budget=least_bytes, outputs="dropped", runtime="graph"))
+    holding(model)()
+    with pytest.warns(UserWarning, match=r"outputs are held by the loop.*Training\(outputs='held'\)"):
+        holding(model)()
+    with pytest.raises(UsageError, match="unknown outputs 'gone': one of auto, dropped, held, kept"):
+        planner.Training(outputs="gone")
+
+
+def test_a_plan_says_which_loop_it_is_for_and_its_file_does() -> None:
+    plan = planner.plan(Scores(), batch(), **options(budget="90%"))
+    assert plan.fingerprint["outputs"] == "dropped"  # the model returns its own loss
+    assert any(
+        warning.rule == "outputs-dropped" and "2.0 MiB of outputs" in warning.evidence for warning in plan.warnings
+    )
+    read = planner.Plan.from_json(plan.to_json())
+    assert planner.verify(Scores(), batch(), read, timed_steps=1).peak_bytes <= plan.peak_bytes
+    model = planner.auto_wrap(Scores(), budget=read)
+    for _ in range(2):
+        dropping(model)()
+    assert planner.plan_of(model).fingerprint["outputs"] == "dropped"
+    outside = planner.plan(nn.Linear(8, 8), torch.ones(2, 8), budget="100%")
+    assert "outputs" not in outside.fingerprint
+
+
+# The optimizer.
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of one's own, whose state is known only once it has stepped."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+            moment.add_(parameter.grad)
+            parameter.sub_(moment, alpha=0.1)
+
+
+MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": torch.optim.SGD,
+    "one's own": Momentum,
+    "two groups": lambda parameters: torch.optim.Adam(
+        [{"params": parameters[:3], "amsgrad": True}, {"params": parameters[3:]}]
+    ),
+}
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+@pytest.mark.parametrize("name", MADE)
+def test_an_optimizer_counts_without_being_named(name: str, runtime: str) -> None:
+    model = planner.auto_wrap(Scores(), **options(budget="20MiB", runtime=runtime))
+    optimizer = MADE[name]([*model.parameters()])  # as most loops do, after the model was wrapped
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            dropping(model)()
+            optimizer.step()
+            model.zero_grad()
+    kept_bytes = kept_for(optimizer, model.parameters(), 64)
+    assert planner.plan_of(model).static_bytes.get("optimizer", 0) == kept_bytes
+    assert (kept_bytes > 0) == (name != "SGD")
+
+
+def test_an_optimizer_that_there_is_no_room_for_is_said_and_training_goes_on() -> None:
+    model = planner.auto_wrap(Scores(), **options(budget=smallest_bytes("graph", "dropped"), runtime="graph"))
+    optimizer = Momentum(model.parameters())
+    dropping(model)()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="no plan fits.*does not count what the optimizer keeps"):
+        dropping(model)()
+    with warnings.catch_warnings(action="error"):
+        dropping(model)()
+
+
+def test_of_optimizers_only_those_of_the_model_count() -> None:
+    model, other = nn.Linear(8, 8), nn.Linear(800, 800)
+    held = [torch.optim.AdamW(other.parameters()), torch.optim.Adagrad(model.parameters())]
+    found = memory_of_existing(model.parameters(), alignment_bytes=64, device_kind="cpu")
+    assert found is not None and found.state_bytes == kept_for(held[1], model.parameters(), 64) > 0
+    assert memory_of_existing(nn.Linear(2, 2).parameters(), alignment_bytes=64, device_kind="cpu") is None
+
+
+def test_the_command_line_takes_the_word(tmp_path: Path) -> None:
+    found = {}
+    for outputs in ("held", "dropped"):
+        file = tmp_path / f"{outputs}.plan"
+        cli.main(
+            ["plan", "minigpt", "--budget", "100%", "--outputs", outputs, "--time-limit", "1", "--save", str(file)]
+        )
+        found[outputs] = planner.Plan.load(file)
+    assert found["dropped"].peak_bytes <= found["held"].peak_bytes
