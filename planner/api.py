@@ -19,7 +19,7 @@ from planner.analysis.compatibility import (
     chunked_graph,
     offloading_runtime,
 )
-from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
+from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed, state_of
 from planner.capture.model_facts import (
     compiled_parts,
     has_several_ranks,
@@ -45,7 +45,7 @@ from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import PlannedModel
 from planner.runtimes._backend import RUNTIMES, Backend
-from planner.runtimes._observed import ObservedCalls, before_observing, with_outputs
+from planner.runtimes._observed import Observable, ObservedCalls, before_observing, with_outputs
 from planner.runtimes.auto import choose
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
@@ -261,7 +261,13 @@ def auto_wrap(
     plan, replan = options.budget.plan, options.budget.replan
     options = _as_trained(model, options if plan is None else _as_planned(options, plan))
     asked = options.training.outputs
-    options = before_observing(model, _settled(replace(options, search=replace(options.search, compare=False))))
+    around = Observable(
+        name=type(model).__name__,
+        tensors=lambda: state_of(model).values(),
+        device=of_model(model),
+        is_alone=not (has_several_ranks() or is_sharded(model)),
+    )
+    options = before_observing(_settled(replace(options, search=replace(options.search, compare=False))), around)
     chosen = runtimes.get(options.runtime.name)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     completes = loss_fn is not None or options.budget.is_share
@@ -290,7 +296,7 @@ def auto_wrap(
             done("before the first call", plan)
         options = options.after(plan)
     unwrap(model)
-    install_planned_call(model, ObservedCalls(model, options, start, plan=plan, outputs=asked))
+    install_planned_call(model, ObservedCalls(around, options, start, plan=plan, outputs=asked))
     return model
 
 

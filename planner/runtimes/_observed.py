@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,15 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from planner.capture.inputs import state_of
-from planner.capture.model_facts import has_several_ranks, is_sharded, of_model
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of
 from planner.capture.trees import leaf_tensors
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError
 from planner.measure.devices import device_spec
-from planner.measure.optimizers import kept_for, memory_of_existing
+from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel
 from planner.session.step import Options, outputs_of
@@ -43,23 +41,36 @@ _ORDER = (DROPPED, HELD, KEPT)
 """What a loop may do with outputs, by what it needs."""
 
 
-def before_observing(model: nn.Module, options: Options) -> Options:
+@dataclass(frozen=True)
+class Observable:
+    """What is observed around: a model's tensors, where they are, and whether one process trains all of them."""
+
+    name: str
+    tensors: Callable[[], Iterable[torch.Tensor]]
+    device: torch.device
+    is_alone: bool
+    """Ranks would have to observe the same, so with several nothing is."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return each parameter once."""
+        return [*{id(p): p for p in self.tensors() if isinstance(p, nn.Parameter)}.values()]
+
+    def optimizer(self, options: Options) -> OptimizerMemory | None:
+        """Return what the optimizers that exist need."""
+        spec = device_spec(self.device, options.target.device)
+        return memory_of_existing(self.parameters(), alignment_bytes=spec.alignment_bytes, device_kind=spec.kind)
+
+
+def before_observing(options: Options, around: Observable) -> Options:
     """Return the options with what the first plan assumes: outputs are held, and the optimizer that exists is used.
 
-    What the user says of either stays as it is. Ranks would have to observe the same, so with several nothing is.
+    What the user says of either stays as it is.
     """
-    training = options.training
-    if training.outputs == AUTO:
-        options = replace(options, training=replace(training, outputs=HELD))
-    if training.optimizer != "none" or options.reused_plan is not None or _is_one_of_several(model):
+    if options.training.outputs == AUTO:
+        options = with_outputs(options, HELD)
+    if options.training.optimizer != "none" or options.reused_plan is not None or not around.is_alone:
         return options
-    spec = device_spec(of_model(model), options.target.device)
-    found = memory_of_existing(model.parameters(), alignment_bytes=spec.alignment_bytes, device_kind=spec.kind)
-    return replace(options, optimizer=found)
-
-
-def _is_one_of_several(model: nn.Module) -> bool:
-    return has_several_ranks() or is_sharded(model)
+    return replace(options, optimizer=around.optimizer(options))
 
 
 class ObservedCalls:
@@ -68,9 +79,9 @@ class ObservedCalls:
     ``outputs`` is what the user says of them. A plan that was given is kept: of it is only said what it does not count.
     """
 
-    def __init__(self, model: nn.Module, options: Options, start: Start, *, plan: Plan | None, outputs: str) -> None:
-        self._model, self._options, self._start = weakref.ref(model), options, start
-        self._is_fixed = options.reused_plan is not None or _is_one_of_several(model)
+    def __init__(self, around: Observable, options: Options, start: Start, *, plan: Plan | None, outputs: str) -> None:
+        self._around, self._options, self._start = around, options, start
+        self._is_fixed = options.reused_plan is not None or not around.is_alone
         self._may_drop = outputs == AUTO and not self._is_fixed
         self._running = start(options, plan)
         self._asked: Options | None = None
@@ -112,9 +123,8 @@ class ObservedCalls:
 
     def _look_for_optimizer(self) -> None:
         """Count an optimizer that was made after the model was wrapped, and before the first step."""
-        model = self._model()
-        if model is not None and not self._is_fixed and self._options.optimizer is None:
-            found = before_observing(model, self._options)
+        if not self._is_fixed and self._options.optimizer is None:
+            found = before_observing(self._options, self._around)
             self._asked = found if found.optimizer is not None else None
 
     def _first_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,8 +175,7 @@ class ObservedCalls:
 
         The caller has no name for the result: an error that was caught keeps the frames below it, and all their names.
         """
-        model, tensors = self._model(), leaf_tensors(result)
-        own = {id(storage_of(tensor)) for tensor in state_of(model).values()} if model is not None else set()
+        tensors, own = leaf_tensors(result), {id(storage_of(tensor)) for tensor in self._around.tensors()}
         storages = {id(s): s for t in tensors if t.dim() and t.layout is torch.strided for s in [storage_of(t)]}
         references = [weakref.ref(storage) for key, storage in storages.items() if key not in own]
         size_bytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
@@ -176,12 +185,16 @@ class ObservedCalls:
         def ended() -> None:
             observer = reference()
             if observer is not None:
-                observer._seen = size_bytes, any(held() is not None for held in references)
+                observer.see_outputs(size_bytes, are_held=any(held() is not None for held in references))
 
         if references and starts:
             self._last = references
             at_end_of_backward(starts, ended)
         return result
+
+    def see_outputs(self, size_bytes: int, *, are_held: bool) -> None:
+        """Note whether outputs were there when the backward had ended."""
+        self._seen = size_bytes, are_held
 
     def _conclude(self, size_bytes: int, *, are_held: bool) -> None:
         """Ask for another plan if the loop does otherwise with outputs than the one in force assumes."""
@@ -208,19 +221,19 @@ class ObservedCalls:
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Count the state of an optimizer that steps this model's parameters, if the plan does not."""
-        plan, model = self.plan, self._model()
-        if plan is None or model is None or self._options.budget.size is None or optimizer in self._optimizers:
+        plan, options = self.plan, self._options
+        if plan is None or options.budget.size is None or optimizer in self._optimizers:
             return
+        spec, parameters = device_spec(self._around.device, options.target.device), self._around.parameters()
+        if not kept_for(optimizer, parameters, spec.alignment_bytes):
+            return  # of another model, or of stand-ins of its parameters
         self._optimizers.add(optimizer)
-        spec = device_spec(of_model(model), self._options.target.device)
-        parameters = [*model.parameters()]
         kept_bytes = sum(kept_for(one, parameters, spec.alignment_bytes) for one in self._optimizers)
         beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
         if not self._is_fixed and beyond_bytes > _LEAST * plan.budget_bytes:
-            found = memory_of_existing(parameters, alignment_bytes=spec.alignment_bytes, device_kind=spec.kind)
-            self._asked = replace(self._asked or self._options, optimizer=found)
-        elif plan.peak_bytes + beyond_bytes > plan.budget_bytes:
-            _warn_of(optimizer, beyond_bytes, type(model).__name__, plan)
+            self._asked = replace(self._asked or options, optimizer=self._around.optimizer(options))
+        elif beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes:
+            _warn_of(optimizer, beyond_bytes, self._around.name, plan)
 
 
 _LEAST = 0.002
