@@ -1,13 +1,12 @@
-"""``audit``, ``strategies`` and ``check``: how a model is trained today, and how established systems train."""
+"""``audit`` and ``check``: how a model is trained today."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 
 from planner.commands import _asked
-from planner.commands._options import NAMES, SIZE, AboutModel, add, json_option, solving_options
+from planner.commands._options import SIZE, AboutModel, add, json_option, solving_options
 from planner.commands._terminal import hand_out
 from planner.common.options import Runtime, Search, Target, Training, picked
 from planner.errors import CaptureError, PlannerError
@@ -51,32 +50,6 @@ class _Audit(AboutModel):
         return 0
 
 
-class _Strategies(AboutModel):
-    name = "strategies"
-    summary = "simulate what established systems do, beside the best plans"
-    examples = ("strategies minigpt", "strategies gpt2 --only every-3,megatron-block-8 --device h100 --dtype bf16")
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(runtime="graph")  # what is set beside each other is of whole graphs
-        _, group = solving_options(parser, 20.0, "for all plans")
-        group.add_argument("--only", **NAMES, help="these strategies: every-3,megatron-block-8; default all")
-
-    def run(self, args: argparse.Namespace) -> int:
-        import planner
-        from planner import strategies
-        from planner.analysis.strategy_comparison import compare
-        from planner.report.comparisons import render_established
-
-        _asked.check_solving(args)
-        for name in args.only:
-            strategies.get(name)
-        with _asked.working(args) as (progress, loaded):
-            study = _asked.ask(planner.study, loaded, progress, **_asked.keywords(args, Search, Target, Training))
-            found = compare(study, replace(picked(Search, vars(args)), progress=progress), args.only)
-        hand_out(found.report(), args.json, partial(render_established, found))
-        return 0
-
-
 class _Check(AboutModel):
     name = "check"
     summary = "find what is wrong with how a model is trained"
@@ -105,4 +78,4 @@ class _Check(AboutModel):
         return PlannerError.exit_code if diagnosis.problems else 0
 
 
-COMMAND = (_Audit(), _Strategies(), _Check())
+COMMAND = (_Audit(), _Check())

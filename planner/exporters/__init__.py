@@ -103,8 +103,8 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     ----------
     plan : Plan
     to : str
-        One of ``"accelerate"``, ``"axolotl"``, ``"deepspeed"``, ``"fsdp"``, ``"huggingface"``, ``"jax"``, ``"keras"``,
-        ``"lightning"``, ``"megatron"``, ``"torchtitan"``, ``"unsloth"``.
+        One of ``"accelerate"``, ``"axolotl"``, ``"deepspeed"``, ``"fsdp"``, ``"huggingface"``, ``"lightning"``,
+        ``"megatron"``, ``"torchtitan"``, ``"unsloth"``.
     study : Study, optional
         The step that the plan is for, from :func:`planner.study`, for the runtime that :func:`runtime_for` gives:
         whatever is not carried over exactly is chosen anew within the plan's budget, and simulated.

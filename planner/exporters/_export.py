@@ -11,7 +11,6 @@ from typing import Any
 from planner.common.atomic import write_text
 from planner.common.units import format_bytes, format_percent
 from planner.errors import UsageError
-from planner.ir.checkpoints import Saved
 
 
 class Label(StrEnum):
@@ -28,10 +27,6 @@ class Placement:
 
     groups: tuple[tuple[str, ...], ...] = ()
     """Paths of modules; those of one group run again together, as one."""
-    saved: tuple[str, ...] = ()
-    """Names of what is kept inside of them."""
-    saves: Saved | None = None
-    """Whether what an operation makes is among ``saved``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The framework's own words for it."""
 

@@ -41,7 +41,7 @@ class ExportStep:
         self._layers = find_layers(study.graph)
         self._recorded = {region.module: region for region in study.regions} if study.regions is not None else None
         self._is_sound = cache(self._can_run_again)
-        self._regions: dict[tuple[tuple[str, ...], tuple[str, ...]], Region | None] = {}
+        self._regions: dict[tuple[str, ...], Region | None] = {}
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class ExportStep:
 
     def schedule(self, placement: Placement) -> Schedule:
         """Return the schedule of a placement."""
-        regions = (self._region(group, placement) for group in placement.groups)
+        regions = (self._region(group) for group in placement.groups)
         return schedule_of(self.graph, [region for region in regions if region is not None])
 
     def figures(self, placement: Placement) -> Figures:
@@ -95,7 +95,7 @@ class ExportStep:
     def best_modules(self, candidates: Sequence[str]) -> Placement:
         """Return the cheapest set of modules to checkpoint that keeps the budget, or raise CannotExpressError."""
         sound = [module for module in candidates if self._is_sound(module)]
-        regions = [region for module in sound if (region := self._region((module,), Placement())) is not None]
+        regions = [region for module in sound if (region := self._region((module,))) is not None]
         clock = SolveLimits(time_limit_seconds=_SECONDS, deterministic=True).clock()
         more_bytes = max((self._rest_of(module)[1] for module in sound), default=0)
         problem = replace(self.problem, budget_bytes=self.problem.budget_bytes - more_bytes)
@@ -131,16 +131,13 @@ class ExportStep:
         called_once = in_one_piece if self._recorded is None else module in self._recorded
         return called_once and not any("batch_norm" in target for target in targets)
 
-    def _region(self, group: tuple[str, ...], placement: Placement) -> Region | None:
+    def _region(self, group: tuple[str, ...]) -> Region | None:
         if self._recorded is not None:
             return self._recorded.get(group[0])
-        key = (group, placement.saved)
-        if key not in self._regions:
+        if group not in self._regions:
             inside = forward_of(self.graph, group)
-            self._regions[key] = region_of(
-                self.graph, group[0], inside, saved=placement.saves, to_the_end=self.to_the_end
-            )
-        return self._regions[key]
+            self._regions[group] = region_of(self.graph, group[0], inside, to_the_end=self.to_the_end)
+        return self._regions[group]
 
     def _rest_of(self, module: str) -> tuple[float, int]:
         """Return seconds, and bytes at most, of what a framework that runs a module to its end adds to its region."""

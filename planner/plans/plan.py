@@ -93,11 +93,11 @@ class LayerPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """A way to train the step in a comparison: a baseline, a strategy, a present set-up.
+    """A way to train the step in a comparison: a baseline, a present set-up.
 
     If there is no such schedule, peak and overhead are None, and there is a reason. ``seconds`` is the time to find it,
-    ``fits`` whether it keeps the budget that was asked about. Beside it may stand the best plan that is known for its
-    peak, who found that, and what is proven of all plans for that peak, or for the budget that was asked about.
+    ``fits`` whether it keeps the budget that was asked about. Beside it may stand what is proven of all plans for its
+    peak, or for the budget that was asked about.
     """
 
     name: str
@@ -107,15 +107,7 @@ class ComparisonRow:
     fits: bool = False
     reason: str = ""
     host_bytes: int = field(default=0, metadata={"left_out": True})
-    best_overhead: float | None = field(default=None, metadata={"left_out": True})
     lower_bound_overhead: float | None = field(default=None, metadata={"left_out": True})
-    solver: str = field(default="", metadata={"left_out": True})
-
-    @property
-    def excess(self) -> float | None:
-        """Overhead beyond that of the best plan."""
-        known = self.best_overhead is not None and self.overhead is not None
-        return self.overhead - self.best_overhead if known else None  # type: ignore[operator]
 
     @property
     def gap(self) -> float | None:

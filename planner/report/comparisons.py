@@ -1,9 +1,8 @@
-"""Ways to train a step beside each other: a plan's baselines, strategies, a present set-up, and budgets to choose."""
+"""Ways to train a step beside each other: a plan's baselines, a present set-up, and budgets to choose."""
 
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -12,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.analysis.audit import Audit
-from planner.analysis.strategy_comparison import NEAR, Established
 from planner.common.program import NAME, program
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import OWN, ComparisonRow, Plan
-from planner.report.style import at_least_percent, counted, print_report, signed_percent, sizes, table, yes_or_no
+from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
 
 THIS, MORE = "this one", "1 GiB more"
 """What the plan's own budget and the next larger one are called among others."""
@@ -24,10 +22,6 @@ THIS, MORE = "this one", "1 GiB more"
 
 def comparison_table(title: str | None, rows: Sequence[ComparisonRow], head: str = "method") -> Table:
     """Return a table of ways with the columns that any of them fills."""
-
-    def filled(name: str) -> bool:
-        return any(getattr(row, name) is not None for row in rows)
-
     size = sizes(row.peak_bytes for row in rows)
     return table(
         title,
@@ -37,8 +31,7 @@ def comparison_table(title: str | None, rows: Sequence[ComparisonRow], head: str
         ("fits", lambda row: row.fits, yes_or_no if any(row.fits for row in rows) else None),
         ("host", lambda row: row.host_bytes or None, size if any(row.host_bytes for row in rows) else None),
         ("overhead", lambda row: row.overhead, signed_percent),
-        ("best plan", lambda row: row.best_overhead, signed_percent if filled("best_overhead") else None),
-        ("gap", lambda row: row.gap, signed_percent if filled("gap") else None),
+        ("gap", lambda row: row.gap, signed_percent if any(row.gap is not None for row in rows) else None),
         ("found in", lambda row: row.seconds or None, format_seconds if any(row.seconds for row in rows) else None),
         bold=lambda row: row.name == OWN,
     )
@@ -179,50 +172,3 @@ def _audit_notes(audit: Audit) -> Iterator[str]:
             "planner.auto_wrap."
         )
     yield from audit.notes
-
-
-def render_established(established: Established, console: Console) -> None:
-    """Print the comparison."""
-    rows = established.rows
-    shown = [comparison_table("Each with the best plan at its own peak", rows, "strategy")] if rows else []
-    print_report(console, strategies_answer(established), Group(*shown, *map(Text, _strategy_notes(established))))
-
-
-def strategies_answer(established: Established) -> str:
-    """Return the answer as one line."""
-    rows = [row for row in established.rows if row.excess is not None]
-    if not rows:
-        return "no established way applies to this model"
-    near = [row for row in rows if _excess(row) <= NEAR]
-    points = f"{NEAR * 100:.0f} points"
-    ways = f"{counted(len(rows), 'established way')}"
-    closest, farthest = min(rows, key=_excess), max(rows, key=_excess)
-    if not near:
-        return f"of {ways} none is within {points} of the best plan at its peak; the closest is {_pays(closest)}"
-    verb = "is" if len(near) == 1 else "are"
-    how_many = f"of {ways} {len(near)} {verb} within {points} of the best plan at the same peak"
-    return how_many if len(near) == len(rows) else f"{how_many}; the farthest is {_pays(farthest)}"
-
-
-def _excess(row: ComparisonRow) -> float:
-    return row.excess or 0.0
-
-
-def _pays(row: ComparisonRow) -> str:
-    best = "-" if row.best_overhead is None else signed_percent(row.best_overhead)
-    return f"{row.name}, {signed_percent(row.overhead or 0.0)} where {best} would do"
-
-
-def _strategy_notes(established: Established) -> list[str]:
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, said in established.absent.items():
-        names_of[said].append(name)
-    lines = [f"{', '.join(names)}: {said}" for said, names in names_of.items()]
-    if any(row.host_bytes for row in established.rows):
-        lines.append("Strategies that offload are compared with the best plan that may use as much host memory.")
-    lines.append(
-        f"Without recompute the peak is {format_bytes(established.baseline_peak_bytes)}; overhead is of that step, "
-        f"{format_seconds(established.baseline_step_seconds)} by the {established.cost_model} cost model of "
-        f"{established.device or 'the device'}. The gap is the distance to the proven lower bound."
-    )
-    return lines

@@ -31,23 +31,15 @@ class Chosen:
     strategy: Strategy
     number: int | None = None
 
-    def name_for(self, step: StrategyStep) -> str:
-        """Return its full name on a step: with the number that is taken there."""
-        number = self._number(step)
-        return f"{self.strategy.name}-{number}" if number else self.strategy.name
-
     def schedule(self, step: StrategyStep) -> Schedule:
         """Carry it out on a step; raises UsageError if that lacks what the strategy is about."""
-        return self.strategy.schedule(step, self._number(step))
+        return self.strategy.schedule(step, self.number_among(len(step.layers.blocks)))
 
     def number_among(self, blocks: int) -> int:
         """Return the number that is taken among so many blocks; 0 where the strategy takes none."""
         if self.number is not None:
             return self.number
         return self.strategy.number(blocks) if self.strategy.number else 0
-
-    def _number(self, step: StrategyStep) -> int:
-        return self.number_among(len(step.layers.blocks))
 
 
 @cache

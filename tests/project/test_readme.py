@@ -110,7 +110,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
         "plan", "check", "profile", "calibrate", "verify", "models", "explain", "audit", "what-if",
-        "export", "strategies",
+        "export",
     }  # fmt: skip
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])
@@ -130,8 +130,6 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
         elif arguments[0] == "what-if":
             assert re.match(r"(KNEE|TRADE-OFF) ", output.out) and Path("curve.html").stat().st_size
-        elif arguments[0] == "strategies":
-            assert re.match(r"of \d+ established ways ", output.out)
         elif arguments[0] == "calibrate":
             assert output.out.startswith("CALIBRATED ") and Path("this-machine.json").stat().st_size
         else:

@@ -17,7 +17,6 @@ from planner.analysis.explain import explain
 from planner.analysis.trade_off.answers import Answers
 from planner.plans.plan import NoPlanFitsError
 from planner.report import render, render_infeasible
-from planner.report.comparisons import render_established
 from planner.report.explain import render as render_explanation
 from planner.report.what_if import render as render_what_if
 from tests.analysis.test_explain import plan_with_drops
@@ -25,7 +24,6 @@ from tests.analysis.test_what_if import fixed_curve
 from tests.example_graphs import transformer
 from tests.planned import make_plan, printed
 from tests.report.test_report import example_plan
-from tests.strategies.test_strategies import fixed_strategies
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -44,7 +42,6 @@ REPORTS: dict[str, tuple[Callable[[Console], object], tuple[int, ...]]] = {
     "infeasible": (lambda console: render_infeasible(no_plan_fits().report, console), (80, 100, 160)),
     "explain": (lambda console: render_explanation(explain(plan_with_drops()), console, largest=6), (80,)),
     "explain_module": (lambda c: render_explanation(explain(plan_with_drops(), "transformer.h.2"), c), (80,)),
-    "strategies": (lambda console: render_established(fixed_strategies(), console), (80,)),
     "what_if": (lambda console: render_what_if(Answers(curve=fixed_curve()), console), (80,)),
 }
 

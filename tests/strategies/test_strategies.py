@@ -1,18 +1,12 @@
-"""Established systems as schedules: each rule by hand on small graphs, what all of them promise, the comparison."""
+"""Established systems as schedules: each rule by hand on small graphs, and what all of them promise."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
-import cli
 import cost_models
 from planner import strategies
 from planner.analysis.audit import audit_study
-from planner.analysis.strategy_comparison import Established, compare
 from planner.analysis.study import Study
 from planner.analysis.trade_off import answers as ways
 from planner.common.options import Search
@@ -24,9 +18,8 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
-from planner.plans.plan import ComparisonRow, PlanOrigin
-from planner.report.comparisons import render_established
-from planner.report.comparisons import strategies_answer as answer
+from planner.plans.plan import PlanOrigin
+from planner.report.comparisons import render_audit
 from planner.strategies import StrategyStep, _rules
 from planner.strategies._rules import peak_bytes, searched_count
 from tests.example_graphs import Builder, transformer
@@ -278,18 +271,20 @@ def test_jax_offloads_what_it_would_else_keep() -> None:
 
 def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
     study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), static_memory=StaticMemory())
-    found = compare(study, Search(time_limit_seconds=0.5), ["save-on-cpu", "every-2"])
-    assert [row.name for row in found.rows] == ["every-2"] and "link" in found.absent["save-on-cpu"]
+    assert study.strategy("every-2").recomputations()
+    with pytest.raises(UsageError, match="link"):
+        study.strategy("save-on-cpu")
 
 
 def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
-    found = compare(study_of(), Search(time_limit_seconds=3.0), ["save-on-cpu", "deepspeed-cpu-checkpointing"])
-    for row in found.rows:
-        assert row.host_bytes > 0 and row.excess is not None and row.gap is not None
-        assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead  # type: ignore[operator]
-    assert max(row.excess for row in found.rows if row.excess is not None) > 0.05
-    text = printed(render_established, found, width=100)
-    assert "host" in text and "may use as much host memory" in text
+    names = ("save-on-cpu", "deepspeed-cpu-checkpointing")
+    found = [audit_study(study_of(), name, Search(time_limit_seconds=1.5)) for name in names]
+    for audit in found:
+        assert audit.now.offloading is not None and audit.now.offloading.host_bytes > 0
+        assert 0 <= audit.best.lower_bound_overhead <= audit.best.overhead <= audit.now.overhead
+        text = printed(render_audit, audit, width=100)
+        assert "host" in text and "the plans beside it may offload as much" in " ".join(text.split())
+    assert max(audit.now.overhead - audit.best.overhead for audit in found) > 0.05
 
 
 # What every strategy promises.
@@ -311,47 +306,44 @@ def test_every_strategy_is_listed_here() -> None:
 
 def test_no_bound_is_above_a_strategy() -> None:
     graph, costs = transformer(3)
-    found = compare(study_of(graph, costs), Search(time_limit_seconds=0.5, deterministic=True))
-    assert not found.absent and len(found.rows) == len(strategies.known())
-    assert [row.peak_bytes for row in found.rows] == sorted(row.peak_bytes for row in found.rows)
-    seconds = found.baseline_step_seconds
-    host = study_of(graph, costs).unlimited_host()
-    for row in found.rows:
-        assert row.best_overhead is not None and row.lower_bound_overhead is not None
-        assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead
-        evaluation = simulate(graph, costs, strategies.schedule(row.name, graph, costs, host), host)
-        assert row.peak_bytes == evaluation.peak_bytes + graph.total_static_bytes
-        assert row.host_bytes == evaluation.host_bytes
-        assert row.overhead == pytest.approx(evaluation.added_seconds / seconds)
-    assert max(row.excess or 0 for row in found.rows) > 0.1
-    some = ["every-2", "save-on-cpu", "unsloth"]
-    search = Search(time_limit_seconds=0.2, deterministic=True)
-    once, again = (compare(study_of(graph, costs), search, some) for _ in range(2))
-    assert once.report() == again.report()
+    study, search = study_of(graph, costs), Search(time_limit_seconds=0.02, deterministic=True)
+    host = study.unlimited_host()
+    found = {name: audit_study(study, name, search) for name in strategies.known()}
+    for name, audit in found.items():
+        assert 0 <= audit.best.lower_bound_overhead <= audit.best.overhead <= audit.now.overhead
+        evaluation = simulate(graph, costs, strategies.schedule(name, graph, costs, host), host)
+        assert audit.now.peak_bytes == evaluation.peak_bytes + graph.total_static_bytes
+        assert (audit.now.offloading.host_bytes if audit.now.offloading else 0) == evaluation.host_bytes
+        assert audit.now.overhead == pytest.approx(evaluation.added_seconds / audit.now.baseline_step_seconds)
+    assert max(audit.now.overhead - audit.best.overhead for audit in found.values()) > 0.1
+    for name in ("every-2", "save-on-cpu", "unsloth"):
+        once, again = (audit_study(study_of(graph, costs), name, search) for _ in range(2))
+        assert once.report() == again.report()
 
 
 def test_what_does_not_apply_says_why() -> None:
     b = Builder()
     x = b.add("aten.mm.default", [], [64], module="a")[0]
     b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
-    found = compare(study_of(b.graph("flat", {}), tuple(b.costs)), Search(time_limit_seconds=20.0))
-    assert found.absent["pytorch-checkpoint"] == "flat has no repeated blocks"
-    assert "cannot be cut" in found.absent["sqrt"]
+    flat = study_of(b.graph("flat", {}), tuple(b.costs))
+    with pytest.raises(UsageError, match=r"^flat has no repeated blocks$"):
+        flat.strategy("pytorch-checkpoint")
+    with pytest.raises(UsageError, match="cannot be cut"):
+        flat.strategy("sqrt")
+    assert flat.strategy("jax-nothing-saveable")
     with pytest.raises(UsageError, match="chain has no attention"):
         recomputed("megatron-selective")
     with pytest.raises(UsageError, match="chain has 4 blocks, and not 5"):
         recomputed("checkpoint-sequential-5")
-    assert "jax-nothing-saveable" in {row.name for row in found.rows}
 
 
 # Names.
 
 
 def test_names_with_numbers() -> None:
-    step = StrategyStep(GRAPH, COSTS)
-    assert strategies.get("megatron-block").name_for(step) == "megatron-block-2"
-    assert strategies.get("megatron-block-3").name_for(step) == "megatron-block-3"
-    assert strategies.get("every-layer").name_for(step) == "pytorch-checkpoint"
+    assert strategies.get("megatron-block").number_among(4) == 2
+    assert strategies.get("megatron-block-3").number_among(4) == 3
+    assert strategies.get("every-layer").strategy.name == "pytorch-checkpoint"
     assert {"every-N", "selective"} <= set(strategies.names())
     for wrong in ("every-0", "every-", "selective-2", "every-x", "every-99999", "-2", ""):
         assert strategies.find(wrong) is None
@@ -374,42 +366,6 @@ def test_audit_and_what_if_take_every_name() -> None:
     assert ways.is_strategy("megatron-block-3") and not ways.is_strategy("sqrt")
 
 
-# The report.
-
-
-def _fixed(*rows: tuple[str, float, float, float, float]) -> Established:
-    return Established(
-        model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=9 * 2**30,
-        baseline_step_seconds=0.5, absent={"megatron-selective": "toy has no attention in its blocks"},
-        rows=tuple(
-            ComparisonRow(name=name, peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
-                     lower_bound_overhead=bound, solver="ilp")
-            for name, size, pays, best, bound in rows
-        ),
-    )  # fmt: skip
-
-
-FAR = ("pytorch-checkpoint", 4.0, 0.331, 0.2, 0.18), ("jax-dots-with-no-batch-dims-saveable", 6.5, 0.1, 0.05, 0.04999)
-NEAR = ("selective", 7.25, 0.05, 0.03, 0.03)
-
-
-def fixed_strategies() -> Established:
-    return _fixed(*FAR, NEAR)
-
-
-def test_the_verdict() -> None:
-    assert answer(_fixed(*FAR)) == (
-        "of 2 established ways none is within 3 points of the best plan at its peak; the closest is "
-        "jax-dots-with-no-batch-dims-saveable, +10.0% where +5.0% would do"
-    )
-    assert answer(_fixed(*FAR, NEAR)) == (
-        "of 3 established ways 1 is within 3 points of the best plan at the same peak; the farthest is "
-        "pytorch-checkpoint, +33.1% where +20.0% would do"
-    )
-    assert answer(_fixed(NEAR)).endswith("the same peak")
-    assert answer(_fixed()) == "no established way applies to this model"
-
-
 FACTORY = """
 import torch
 
@@ -418,39 +374,3 @@ def make():
     layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
     return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
 """
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(FACTORY, encoding="utf-8")
-    names = "every-layer,megatron-block,sqrt,megatron-selective,save-on-cpu"
-    assert cli.main(["strategies", "own.py:make", "--only", names, "--time-limit", "2", "--json", "all.json"]) == 0
-    shown = capsys.readouterr().out
-    report = json.loads(Path("all.json").read_text(encoding="utf-8"))
-    assert shown.startswith("of 4 established ways ")
-    found = {row["name"] for row in report["strategies"]}
-    assert found == {"pytorch-checkpoint", "megatron-block-3", "sqrt", "save-on-cpu"}
-    assert [row["name"] for row in report["absent"]] == ["megatron-selective"]
-    for row in (row for row in report["strategies"] if row["best_overhead"] is not None):
-        assert row["lower_bound_overhead"] <= row["best_overhead"] <= row["overhead"]
-
-
-def test_an_eager_step_has_no_such_table() -> None:
-    """What strategies do of a captured step would be no choice of modules, and could not be carried out."""
-    eager = replace(study_of(), origin=PlanOrigin(fingerprint={}, runtime="modules"))
-    with pytest.raises(UsageError, match="on a whole graph"):
-        compare(eager, Search(), ["every-2"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["minigpt", "--only", "every-2,selectiv"], "did you mean 'selective'"),
-        (["minigbt"], "minigpt"),
-        (["minigpt", "--solver", "sqr"], "sqrt"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["strategies", *arguments]) == 2
-    streams = capsys.readouterr()
-    assert words in streams.err and streams.err.count("\n") == 1 and not streams.out

@@ -1,4 +1,4 @@
-"""Rarer frameworks that checkpoint whole layers: Axolotl, Unsloth, Keras, Lightning and DeepSpeed.
+"""Rarer frameworks that checkpoint whole layers: Axolotl, Unsloth, Lightning and DeepSpeed.
 
 Axolotl: ``gradient_checkpointing`` of its YAML.
 
@@ -13,12 +13,6 @@ Every layer is checkpointed but so many that are spread evenly, the last of each
 ``"unsloth"`` would move boundaries to host memory, which the plan does not count on.
 Source: ``unsloth/models/_utils.py`` (skip_checkpointing) and ``unsloth/models/llama.py`` (get_peft_model)
 in unslothai/unsloth, and https://docs.unsloth.ai.
-
-Keras 3: ``RematScope(mode="list_of_layers", layer_names=...)``.
-
-Layers that are made within the scope, and whose name is in its list, run again in the backward.
-Source: ``keras/src/backend/common/remat.py`` and ``keras/src/layers/layer.py`` in keras-team/keras, and
-https://keras.io/api/utils/rematerialization_utils/.
 
 Lightning: the policy of ``FSDPStrategy(activation_checkpointing_policy=...)``.
 
@@ -40,7 +34,7 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._whole_modules import OwnLayers, WholeModules, names
+from planner.exporters._whole_modules import OwnLayers, WholeModules
 from planner.plans.plan import Plan
 
 
@@ -91,29 +85,6 @@ CHECKPOINTING = {{
     "use_gradient_checkpointing": {bool(placement.groups)},
     "checkpoint_skip_layers": {skipped},
 }}
-"""
-
-
-class _Keras(OwnLayers):
-    name = "keras"
-    summary = "whole layers run again, where the plan chooses single operations of the PyTorch model"
-    lost = (
-        "the model there is another, in another framework: the choice carries over by the names of layers, and its "
-        "memory is that framework's",
-    )
-
-    def place(self, step: ExportStep) -> Placement:
-        return step.best_modules(step.blocks)
-
-    def write(self, placement: Placement, plan: Plan) -> str:
-        return f"""\
-# Give the Keras layers these names, and make the model within the scope: with planned_scope(): model = ...
-import keras
-
-{names("LAYERS", (module.replace(".", "_") for module in placement.modules))}
-
-def planned_scope():
-    return keras.RematScope(mode="list_of_layers" if LAYERS else None, layer_names=list(LAYERS))
 """
 
 
@@ -184,4 +155,4 @@ def _checkpointed(forward, *args, **kwargs):
 """
 
 
-EXPORTER = (_Axolotl(), _Unsloth(), _Keras(), _Lightning(), _DeepSpeed())
+EXPORTER = (_Axolotl(), _Unsloth(), _Lightning(), _DeepSpeed())
