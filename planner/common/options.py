@@ -276,8 +276,9 @@ class Training(_Group):
     gradient_accumulation : bool
         Gradients of earlier backwards are resident.
     outputs : str
-        Outputs of more than one number go once there is a loss (dropped), stay until the backward ends (held), or
-        until the next call has returned (kept). By default those of a model that returns its own loss are dropped.
+        What the loop does with outputs (dropped, held). It drops what is not the loss before the backward, holds it
+        until that ends, or has kept it once the next call returns (kept). By default it drops outputs of a model that
+        returns its own loss.
     reserve : int, float or str
         What stays free: 1GiB, or 5% of the device.
     data_parallel : str
@@ -295,7 +296,7 @@ class Training(_Group):
     _: KW_ONLY
     master_weights: bool = _option(False)
     gradient_accumulation: bool = _option(False, flag="--accumulate")
-    outputs: str = _option(AUTO, choices=(AUTO, DROPPED, HELD, KEPT))
+    outputs: str = _option(AUTO, metavar="WORD")
     reserve: Size = _option(0)
     data_parallel: str = _option("none", choices=PARALLEL, rare=True)
     ranks: int = _option(1, rare=True)

@@ -7,7 +7,6 @@ but no data, and what it makes is counted. So the figures are those of the torch
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +64,7 @@ def optimizer_memory(
     alignment_bytes: int,
     device_kind: DeviceKind,
     master_weights: bool = False,
+    one_by_one: bool = False,
 ) -> OptimizerMemory:
     """Find out what an optimizer needs of a model's parameters that are trainable; nothing of their size is allocated.
 
@@ -72,8 +72,9 @@ def optimizer_memory(
     :func:`memory_of_step` takes any optimizer. Raises UsageError if there is none of that name. Parameters that require
     no gradient have no state, tied ones have it once; gradients are taken to be dense and of their parameters' types.
     ``device_kind`` decides which implementation torch takes by default: on CUDA one for all parameters at once, whose
-    temporaries are as large as all of them. With ``master_weights`` parameters of 16 bits are updated through float32
-    copies: their state is float32, and ``step_bytes`` includes float32 copies of all their gradients.
+    temporaries are as large as all of them, unless it goes ``one_by_one``. With ``master_weights`` parameters of 16
+    bits are updated through float32 copies: their state is float32, and ``step_bytes`` includes float32 copies of all
+    their gradients.
 
     Takes 0.3 to 2 s for 436 parameters, nothing that depends on how large they are.
 
@@ -91,7 +92,7 @@ def optimizer_memory(
     else:
         is_copied = {id(p) for p in copied}
         updated = [_without_data(p, torch.float32 if id(p) in is_copied else p.dtype) for p in trainable]
-        make = partial(_OF_TORCH[name], foreach=device_kind == "cuda" and name != _ONE_BY_ONE)
+        make = partial(_OF_TORCH[name], foreach=device_kind == "cuda" and not (one_by_one or name == _ONE_BY_ONE))
         state_bytes, temporary_bytes = memory_of_step(
             make, updated, alignment_bytes=alignment_bytes, device_kind=device_kind
         )
@@ -139,50 +140,27 @@ def memory_of_existing(
 ) -> OptimizerMemory | None:
     """Find what the optimizers of this process that hold some of these parameters need; None if there is none.
 
-    What they keep already is counted; for one of torch's that has not stepped yet it is predicted from its own options.
+    What they keep already is counted; for one of torch's that has not stepped yet it is predicted.
     """
     left = {id(p): p for p in parameters if p.requires_grad}
     state_bytes = step_bytes = 0
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
         named = getattr(optimizer, "param_groups", ())  # what wraps another may have none yet
-        groups = [(group, [p for p in group["params"] if id(p) in left]) for group in named]
-        held = [p for _, own in groups for p in own]
+        held = [p for group in named for p in group["params"] if id(p) in left]
         kept_bytes, temporary_bytes = kept_for(optimizer, held, alignment_bytes), 0
         if held and type(optimizer).__module__.startswith("torch.optim."):
-            expected_bytes, temporary_bytes = _of_torchs(optimizer, groups, alignment_bytes, device_kind)
-            kept_bytes = kept_bytes or expected_bytes
+            defaults, kind = optimizer.defaults, type(optimizer).__name__.lower()
+            name = "momentum" if kind == "sgd" and defaults["momentum"] else kind
+            if name in _OF_TORCH:
+                kinds: dict[str, Any] = {"alignment_bytes": alignment_bytes, "device_kind": device_kind}
+                expected = optimizer_memory(held, name, **kinds, one_by_one=bool(defaults.get("fused")))
+                kept_bytes, temporary_bytes = kept_bytes or expected.state_bytes, expected.step_bytes
         if kept_bytes or temporary_bytes:  # one that others wrap holds the same parameters
             state_bytes, step_bytes = state_bytes + kept_bytes, max(step_bytes, temporary_bytes)
             left = {key: p for key, p in left.items() if all(p is not other for other in held)}
     if not state_bytes and not step_bytes:
         return None
     return OptimizerMemory(state_bytes=state_bytes, master_bytes=0, step_bytes=step_bytes)
-
-
-def _of_torchs(
-    optimizer: Optimizer,
-    groups: Sequence[tuple[dict[str, Any], list[nn.Parameter]]],
-    alignment_bytes: int,
-    device_kind: DeviceKind,
-) -> tuple[int, int]:
-    """Return what an optimizer of torch's will keep, and the most that a step of it holds beyond that."""
-    kind = type(optimizer)
-    at_once = device_kind == "cuda" and kind is not torch.optim.Adafactor
-    taken = inspect.signature(kind).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken and name != "fused"}
-    foreach = {} if "foreach" not in taken else {"foreach": at_once and not optimizer.defaults.get("fused")}
-
-    def make(updated: list[nn.Parameter]) -> Optimizer:
-        stand_ins = iter(updated)
-        made = [
-            {**group, **foreach, "fused": None, "params": [next(stand_ins) for _ in own]}
-            for group, own in groups
-            if own
-        ]
-        return kind(made, **{**options, **foreach})
-
-    held = [in_memory(p) for _, own in groups for p in own]
-    return memory_of_step(make, held, alignment_bytes=alignment_bytes, device_kind=device_kind)
 
 
 def _is_on(held: Any, parameter: torch.Tensor) -> bool:

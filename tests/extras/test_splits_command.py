@@ -82,8 +82,7 @@ def test_the_answer_as_json(tiny: str, capsys: pytest.CaptureFixture[str]) -> No
     lost = {(one["data"], one["tensor"], one["pipeline"]) for one in answer["lost"]}
     every = {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4), (1, 2, 2)}
     assert shapes | lost == every
-    assert "--parallelism.data_parallel_shard_degree" in answer["arguments"]["torchtitan"]
-    assert "--micro-batch-size" in answer["arguments"]["megatron"]
+    assert answer["best_of_engine"].keys() == {"torchtitan", "megatron"}
 
 
 def test_the_answer_on_a_screen(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,9 +90,8 @@ def test_the_answer_on_a_screen(tiny: str, capsys: pytest.CaptureFixture[str]) -
     code, out, err = ask(capsys, "--model", tiny, *asked)
     assert code == 0, err
     assert out.startswith("BEST of ")
-    for words in ("The best 3", "megatron is given", "Why other combinations lost", "never run"):
+    for words in ("The best 3", "Why other combinations lost", "never run"):
         assert words in out
-    assert "torchtitan is given" not in out
 
 
 def test_what_does_not_fit_is_said(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cli
 import planner
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
@@ -46,39 +44,18 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(256, WIDTH, generator=generator), torch.randint(0, WORDS, (256,), generator=generator)
 
 
-def dropping(model: nn.Module) -> Callable[[], None]:
-    def step() -> None:
-        loss = model(*batch())["loss"]
-        loss.backward()
-
-    return step
+LOOPS = ("dropped", "held", "kept")
 
 
-def holding(model: nn.Module) -> Callable[[], None]:
-    def step() -> None:
+def step(model: nn.Module, loop: str) -> None:
+    """Run a step, or two where the variable for the outputs is bound again once the next call returns."""
+    for _ in range(1 + (loop == "kept")):
+        model.zero_grad()
         outputs = model(*batch())
-        outputs["loss"].backward()
-
-    return step
-
-
-def keeping(model: nn.Module) -> Callable[[], None]:
-    """Run two steps, as a loop does whose variable for the outputs is bound again once the next call returns."""
-
-    def steps() -> None:
-        for _ in range(2):
-            model.zero_grad()
-            outputs = model(*batch())
-            outputs["loss"].backward()
-
-    return steps
-
-
-LOOPS: dict[str, Callable[[nn.Module], Callable[[], None]]] = {"dropped": dropping, "held": holding, "kept": keeping}
-
-
-def added_bytes(step: Callable[[], None]) -> int:
-    return measure_peak(step, torch.device("cpu"))[0]
+        loss = outputs["loss"]
+        if loop == "dropped":
+            del outputs
+        loss.backward()
 
 
 def options(**asked: Any) -> dict[str, Any]:
@@ -98,17 +75,14 @@ def test_what_is_planned_is_what_the_loop_holds(loop: str, runtime: str) -> None
     # All three loops fit here, the one that holds most least.
     budget_bytes = smallest_bytes(runtime, "held") + 4096
     planner.auto_wrap(model, **options(budget=budget_bytes, runtime=runtime))
-    step = LOOPS[loop](model)
-    for _ in range(2):
-        model.zero_grad()
-        step()
+    step(model, loop), step(model, loop)
     model.zero_grad()
-    peak_bytes = added_bytes(step)
+    peak_bytes, _ = measure_peak(lambda: step(model, loop), torch.device("cpu"))
     plan = planner.plan_of(model)
     predicted_bytes = plan.peak_bytes - sum(plan.static_bytes[kind] for kind in ("parameters", "inputs"))
     assert 0.995 * predicted_bytes <= peak_bytes <= predicted_bytes
     assert plan.peak_bytes <= budget_bytes
-    LOOPS[loop](plain)()
+    step(plain, loop)
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert own.grad is not None and other.grad is not None and torch.equal(own.grad, other.grad)
 
@@ -119,25 +93,24 @@ def test_a_budget_that_only_a_loop_that_drops_outputs_keeps_is_tried(runtime: st
     assert least_bytes < smallest_bytes(runtime, "held")
     model = planner.auto_wrap(Scores(), **options(budget=least_bytes, runtime=runtime))
     for _ in range(3):
-        model.zero_grad()
-        dropping(model)()
+        step(model, "dropped")
     assert planner.plan_of(model).fingerprint["outputs"] == "dropped"
     model = planner.auto_wrap(Scores(), batch(), **options(budget=least_bytes, runtime=runtime))
     assert planner.plan_of(model).fingerprint["outputs"] == "dropped"  # before the first call, too
-    holding(model)()
+    step(model, "held")
     with pytest.raises(InfeasibleBudgetError):
-        holding(model)()
+        step(model, "held")
 
 
 def test_what_is_told_of_outputs_is_not_observed() -> None:
     least_bytes = smallest_bytes("graph", "dropped")
     model = planner.auto_wrap(Scores(), **options(budget=least_bytes, outputs="held", runtime="graph"))
     with pytest.raises(InfeasibleBudgetError):
-        dropping(model)()
+        step(model, "dropped")
     model = planner.auto_wrap(Scores(), **options(budget=least_bytes, outputs="dropped", runtime="graph"))
-    holding(model)()
+    step(model, "held")
     with pytest.warns(UserWarning, match=r"outputs are held by the loop.*Training\(outputs='held'\)"):
-        holding(model)()
+        step(model, "held")
     with pytest.raises(UsageError, match="unknown outputs 'gone': one of auto, dropped, held, kept"):
         planner.Training(outputs="gone")
 
@@ -152,10 +125,8 @@ def test_a_plan_says_which_loop_it_is_for_and_its_file_does() -> None:
     assert planner.verify(Scores(), batch(), read, timed_steps=1).peak_bytes <= plan.peak_bytes
     model = planner.auto_wrap(Scores(), budget=read)
     for _ in range(2):
-        dropping(model)()
+        step(model, "dropped")
     assert planner.plan_of(model).fingerprint["outputs"] == "dropped"
-    outside = planner.plan(nn.Linear(8, 8), torch.ones(2, 8), budget="100%")
-    assert "outputs" not in outside.fingerprint
 
 
 # The optimizer.
@@ -179,9 +150,7 @@ MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": torch.optim.SGD,
     "one's own": Momentum,
-    "two groups": lambda parameters: torch.optim.Adam(
-        [{"params": parameters[:3], "amsgrad": True}, {"params": parameters[3:]}]
-    ),
+    "two groups": lambda every: torch.optim.Adam([{"params": every[:3]}, {"params": every[3:], "amsgrad": True}]),
 }
 
 
@@ -192,7 +161,7 @@ def test_an_optimizer_counts_without_being_named(name: str, runtime: str) -> Non
     optimizer = MADE[name]([*model.parameters()])  # as most loops do, after the model was wrapped
     with warnings.catch_warnings(action="error"):
         for _ in range(3):
-            dropping(model)()
+            step(model, "dropped")
             optimizer.step()
             model.zero_grad()
     kept_bytes = kept_for(optimizer, model.parameters(), 64)
@@ -203,12 +172,12 @@ def test_an_optimizer_counts_without_being_named(name: str, runtime: str) -> Non
 def test_an_optimizer_that_there_is_no_room_for_is_said_and_training_goes_on() -> None:
     model = planner.auto_wrap(Scores(), **options(budget=smallest_bytes("graph", "dropped"), runtime="graph"))
     optimizer = Momentum(model.parameters())
-    dropping(model)()
+    step(model, "dropped")
     optimizer.step()
     with pytest.warns(UserWarning, match="no plan fits.*does not count what the optimizer keeps"):
-        dropping(model)()
+        step(model, "dropped")
     with warnings.catch_warnings(action="error"):
-        dropping(model)()
+        step(model, "dropped")
 
 
 def test_of_optimizers_only_those_of_the_model_count() -> None:
@@ -217,14 +186,3 @@ def test_of_optimizers_only_those_of_the_model_count() -> None:
     found = memory_of_existing(model.parameters(), alignment_bytes=64, device_kind="cpu")
     assert found is not None and found.state_bytes == kept_for(held[1], model.parameters(), 64) > 0
     assert memory_of_existing(nn.Linear(2, 2).parameters(), alignment_bytes=64, device_kind="cpu") is None
-
-
-def test_the_command_line_takes_the_word(tmp_path: Path) -> None:
-    found = {}
-    for outputs in ("held", "dropped"):
-        file = tmp_path / f"{outputs}.plan"
-        cli.main(
-            ["plan", "minigpt", "--budget", "100%", "--outputs", outputs, "--time-limit", "1", "--save", str(file)]
-        )
-        found[outputs] = planner.Plan.load(file)
-    assert found["dropped"].peak_bytes <= found["held"].peak_bytes

@@ -1,8 +1,6 @@
-"""Which split over many devices is fastest: the best in a table, what engines are given, and why others lost."""
+"""Which split over many devices is fastest: the best in a table, and why others lost."""
 
 from __future__ import annotations
-
-from textwrap import indent
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -22,12 +20,8 @@ def render(answer: Answer, console: Console) -> None:
         f"{best.tokens_per_second_per_gpu:,.0f} {_unit(answer)}/s for each, {best.tokens_per_second:,.0f} in all · "
         f"peak {format_bytes(best.peak_bytes)} of {format_bytes(answer.question.memory_bytes)}"
     )
-    given = [
-        Text(f"{engine} is given, for {answer.of_engine[engine].split}:\n{indent(text.strip(), '  ')}")
-        for engine, text in answer.arguments.items()
-    ]
     lost = _lost(answer) if answer.lost else None
-    parts = (_best(answer), _where_time_goes(answer), *given, lost, Text(_explained(answer)))
+    parts = (_best(answer), _where_time_goes(answer), lost, Text(_explained(answer)))
     print_report(console, line, *parts, style="bold green")
 
 

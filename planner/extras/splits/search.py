@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from planner.common.limits import Progress
 from planner.common.units import format_bytes
 from planner.errors import UsageError
-from planner.extras.splits.arguments import split_arguments
 from planner.extras.splits.estimate import Estimator
 from planner.extras.splits.stages import can_cut
 from planner.extras.splits.table import ModelTable, divisors
@@ -110,7 +109,6 @@ def search(table: ModelTable, question: Question, progress: Progress | None = No
         lost=tuple(sorted(lost, key=lambda one: (one.slower is None, one.slower or 0.0, one.missing_bytes or 0))),
         considered=len(every),
         assumed=table.assumed,
-        arguments={engine: split_arguments(one, table, question) for engine, one in of_engine.items()},
         seconds=time.perf_counter() - began,
     )
 

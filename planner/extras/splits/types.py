@@ -288,8 +288,6 @@ class Answer:
     considered: int
     """Splits in all."""
     assumed: tuple[str, ...] = ()
-    arguments: Mapping[str, str]
-    """By engine, what its command line is given."""
     seconds: float = 0.0
     """The search took."""
 
@@ -303,7 +301,7 @@ class Answer:
             "best": [estimate.report() for estimate in self.best],
             "best_of_engine": {engine: estimate.report() for engine, estimate in self.of_engine.items()},
             "lost": [one.shape.named | attributes(one, "reason", "slower", "missing_bytes") for one in self.lost],
-            **attributes(self, "model", "arguments", "considered", "assumed"),
+            **attributes(self, "model", "considered", "assumed"),
             "search_seconds": self.seconds,
         }
 
