@@ -57,6 +57,8 @@ class JointGraph:
     """Whether sizes or numbers of a call vary in it, so that each has a plan of its own."""
     branches: tuple[str, ...] = ()
     """What decides which branches it takes, and how; see :mod:`planner.capture.branches`."""
+    leaves_results: bool = False
+    """Whether it leaves tensors in attributes beside what it returns."""
     capture_seconds: float = 0.0
     """How long it took to capture."""
 

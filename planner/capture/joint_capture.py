@@ -52,7 +52,7 @@ from planner.capture.torch_internals import (
     other_state,
     storage_id,
 )
-from planner.capture.tracing_internals import Answers, answering
+from planner.capture.tracing_internals import Answers, answering, leaves_results
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
 
@@ -385,7 +385,7 @@ class Backend:
             assert backend is not None
             return (backend.make_program or plainly(backend.partition))(joint, given)
 
-        programs = ProgramsBySize(make_program) if is_sized else None
+        programs, leaves = ProgramsBySize(make_program) if is_sized else None, leaves_results()
         joints: list[JointGraph] = []
         tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
 
@@ -400,6 +400,7 @@ class Backend:
                 inputs=list(tensors),
                 outside_bytes=gradients_outside(narrowed, differentiable),
                 varies=programs is not None,
+                leaves_results=leaves,
                 branches=branches.taken if branches else (),
                 capture_seconds=time.perf_counter() - begun,
             )

@@ -123,7 +123,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         """Return the storages of outputs that the loop drops before the backward."""
         losses = [tensor for node in self.joint.tangents for tensor in tensors_of(node)]
         loss = self.context.loss if self.context.loss.is_known else None
-        if not are_dropped(self.context.outputs, losses, loss):
+        if self.joint.leaves_results or not are_dropped(self.context.outputs, losses, loss):
             return set()
         backward = [node for node in self.joint.outputs[1] if isinstance(node, fx.Node)]
         gradients = {storage_id(tensor) for node in backward for tensor in tensors_of(node)}

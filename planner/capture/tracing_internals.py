@@ -20,9 +20,10 @@ import torch
 from torch import fx
 from torch._dynamo import external_utils
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables import torch as functions_of_torch
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.node import has_side_effect
@@ -211,3 +212,18 @@ def _may_decide(tracer: Any) -> bool:
     """Whether a jump is the program's own and no assertion, which Dynamo handles itself."""
     is_assertion = tracer.instructions[tracer.instruction_pointer].opname == _ASSERTION
     return tracer.output.current_tracer is tracer.output.root_tracer and not is_assertion
+
+
+def leaves_results() -> bool:
+    """Whether the program that Dynamo compiles now stores more than constants in objects that were there before.
+
+    Results of its graph are then not only those that the call returns (``tests/runtimes/test_observed.py``).
+    """
+    effects = InstructionTranslator.current_tx().output.side_effects
+    existing = (AttributeMutationExisting, ValueMutationExisting)
+    for found in effects.id_to_variable.values():
+        if isinstance(found.mutation_type, existing) and effects.is_modified(found):
+            stored = effects.store_attr_mutations.get(found, {}).values()
+            if not stored or not all(isinstance(one, ConstantVariable) for one in stored):
+                return True
+    return False

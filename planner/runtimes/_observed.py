@@ -6,6 +6,7 @@ and the optimizer that exists; from the second call on the plan is for what the 
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 import weakref
@@ -93,7 +94,7 @@ class ObservedCalls:
         """Their bytes, and whether they were there when its backward had ended."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state was looked at."""
-        self._is_first = True
+        self._is_first, self._has_changed = True, False
         _observed.add(self)
 
     @property
@@ -185,7 +186,7 @@ class ObservedCalls:
         def ended() -> None:
             observer = reference()
             if observer is not None:
-                observer.see_outputs(size_bytes, are_held=any(held() is not None for held in references))
+                observer.see_outputs(size_bytes, are_held=_are_there(references))
 
         if references and starts:
             self._last = references
@@ -199,17 +200,16 @@ class ObservedCalls:
     def _conclude(self, size_bytes: int, *, are_held: bool) -> None:
         """Ask for another plan if the loop does otherwise with outputs than the one in force assumes."""
         self._seen, self._to_watch, plan = None, self._to_watch - 1, self.plan
-        are_kept = any(held() is not None for held in self._last)
-        now, assumed = KEPT if are_kept else HELD if are_held else DROPPED, outputs_of(self._options)
-        if now == assumed or plan is None or size_bytes < _LEAST * plan.budget_bytes:
+        now, assumed = KEPT if _are_there(self._last) else HELD if are_held else DROPPED, outputs_of(self._options)
+        if now == assumed or plan is None:
             return
         is_more = _ORDER.index(now) > _ORDER.index(assumed)
-        fits = plan.peak_bytes + size_bytes <= plan.budget_bytes
-        if fits if is_more else not plan.recomputations:
-            return  # another plan takes seconds, and this one keeps the budget and recomputes nothing for it
+        gains = plan.recomputations and size_bytes >= _WORTH * plan.budget_bytes and not self._has_changed
+        if plan.peak_bytes + size_bytes <= plan.budget_bytes if is_more else not gains:
+            return  # another plan takes seconds, and this one keeps the budget
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
-            self._asked = with_outputs(self._asked or self._options, now)
+            self._asked, self._has_changed = with_outputs(self._asked or self._options, now), True
         elif is_more:
             warnings.warn(
                 f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan takes them to be "
@@ -230,16 +230,25 @@ class ObservedCalls:
         self._optimizers.add(optimizer)
         kept_bytes = sum(kept_for(one, parameters, spec.alignment_bytes) for one in self._optimizers)
         beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
-        if not self._is_fixed and beyond_bytes > _LEAST * plan.budget_bytes:
+        exceeds = beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes
+        if not self._is_fixed and (exceeds or beyond_bytes > _LEAST * plan.budget_bytes):
             self._asked = replace(self._asked or options, optimizer=self._around.optimizer(options))
-        elif beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes:
+        elif exceeds:
             _warn_of(optimizer, beyond_bytes, self._around.name, plan)
 
 
-_LEAST = 0.002
-"""Share of the budget that makes another plan worth its time."""
+_WORTH, _LEAST = 0.01, 0.002
+"""Shares of the budget for which the step is planned again: of outputs that are dropped, and of optimizer state."""
 
 _observed: weakref.WeakSet[ObservedCalls] = weakref.WeakSet()
+
+
+def _are_there(storages: Iterable[weakref.ref[Any]]) -> bool:
+    """Whether any of these is held, and not by garbage: an error that planning caught may be in a cycle with frames."""
+    if all(storage() is None for storage in storages):
+        return False
+    gc.collect()
+    return any(storage() is not None for storage in storages)
 
 
 def _drops(options: Options) -> bool:

@@ -169,9 +169,8 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
         check_own_checkpointing(model)
         own = replace(options, runtime=Runtime("modules"))
         eager: Study | CaptureError = _recorded(model, inputs, own, may_run=False)
-    except CaptureError as error:
-        eager = error
-    except UsageError as error:  # it checkpoints itself, which a recording does not follow
+    except (CaptureError, UsageError) as error:  # the latter where it checkpoints itself, which is not followed
+        # The error as raised would hold all frames below it, and what the caller's loop has in them, for good.
         eager = CaptureError(str(error))
     return replace(options, eager=eager)
 
