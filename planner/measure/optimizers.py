@@ -157,7 +157,8 @@ def memory_of_existing(
                 kept_bytes, temporary_bytes = kept_bytes or expected.state_bytes, expected.step_bytes
         if kept_bytes or temporary_bytes:  # one that others wrap holds the same parameters
             state_bytes, step_bytes = state_bytes + kept_bytes, max(step_bytes, temporary_bytes)
-            left = {key: p for key, p in left.items() if all(p is not other for other in held)}
+            for parameter in held:
+                left.pop(id(parameter), None)
     if not state_bytes and not step_bytes:
         return None
     return OptimizerMemory(state_bytes=state_bytes, master_bytes=0, step_bytes=step_bytes)
