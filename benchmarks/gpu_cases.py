@@ -30,8 +30,9 @@ from benchmarks.attention import differences
 from benchmarks.common import Result
 from planner import api, zoo
 from planner.capture import fake_mode
+from planner.capture.inputs import run_step
 from planner.capture.state_restore import RandomStates
-from planner.common.options import grouped
+from planner.common.options import AUTO, grouped
 from planner.diagnose.verification import NOISE, StepResult, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.measure import calibration, devices
@@ -329,10 +330,7 @@ def _or_the_least(planned: Callable[..., Any], budget: str) -> tuple[Any, bool]:
 
 
 def _step(model: Any, loaded: zoo.ZooModel) -> None:
-    output = model(*loaded.example_args, **loaded.example_kwargs)
-    loss = output if torch.is_tensor(output) else output.loss
-    del output
-    loss.backward()
+    run_step(partial(model, *loaded.example_args, **loaded.example_kwargs), None, AUTO)
 
 
 def _left_behind(model: nn.Module, call: Callable[[], torch.Tensor]) -> StepResult:

@@ -32,20 +32,21 @@ from planner.capture.model_facts import (
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import entered, installed_call
 from planner.common.limits import Progress
-from planner.common.options import AUTO, DROPPED, Budget, Offload, Runtime, Search, Target, Training
+from planner.common.options import AUTO, Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
 from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import UsageError
 from planner.findings.finding import collapsed
 from planner.ir.policy import Policy
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
+from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import PlannedModel
 from planner.runtimes._backend import RUNTIMES, Backend
-from planner.runtimes._observed import Observable, ObservedCalls, before_observing, with_outputs
+from planner.runtimes._observed import Observable, ObservedCalls, before_observing, or_dropped
 from planner.runtimes.auto import choose
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
@@ -260,13 +261,13 @@ def auto_wrap(
     _check_can_wrap(model, options.runtime)
     plan, replan = options.budget.plan, options.budget.replan
     options = _as_trained(model, options if plan is None else _as_planned(options, plan))
-    asked = options.training.outputs
     around = Observable(
         name=type(model).__name__,
         tensors=lambda: state_of(model).values(),
-        device=of_model(model),
+        spec=lambda: device_spec(of_model(model), options.target.device),
         is_alone=not (has_several_ranks() or is_sharded(model)),
     )
+    may_drop = options.training.outputs == AUTO and plan is None and around.is_alone
     options = before_observing(_settled(replace(options, search=replace(options.search, compare=False))), around)
     chosen = runtimes.get(options.runtime.name)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
@@ -284,19 +285,16 @@ def auto_wrap(
             placed(model, example) as example,
             entered(of_model(model, example.args)),
         ):
-            options = _completed(model, options, loss_fn, example)
-            known: dict[str, Any] = {"reuse": plan, "must_match": not replan}
-            try:
-                plan = chosen.plan(model, example, options, **known)
-            except InfeasibleBudgetError:
-                if asked != AUTO or plan is not None:
-                    raise
-                options = with_outputs(options, DROPPED)  # the likely loop; the first steps show whether it does
-                plan = chosen.plan(model, example, options, **known)
+
+            def planned(options: Options) -> tuple[Options, Plan]:
+                options = _completed(model, options, loss_fn, example)
+                return options, chosen.plan(model, example, options, reuse=plan, must_match=not replan)
+
+            options, plan = or_dropped(planned, options, may_drop=may_drop)
             done("before the first call", plan)
         options = options.after(plan)
     unwrap(model)
-    install_planned_call(model, ObservedCalls(around, options, start, plan=plan, outputs=asked))
+    install_planned_call(model, ObservedCalls(around, options, start, plan, may_drop))
     return model
 
 

@@ -274,6 +274,11 @@ def are_dropped(outputs: str, losses: Sequence[torch.Tensor], loss: Any) -> bool
     return loss is None and all(not t.dim() for t in losses) if outputs == AUTO else outputs == DROPPED
 
 
+def run_backward(losses: Sequence[torch.Tensor]) -> None:
+    """Differentiate losses, or outputs of any sizes in their place."""
+    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if losses[0].dim() else None)
+
+
 def run_step(call: Callable[[], Any], loss_fn: LossFunction | None, outputs: str = HELD) -> Any:
     """Call a model, and differentiate its loss, the given loss of it, or all its outputs.
 
@@ -285,7 +290,7 @@ def run_step(call: Callable[[], Any], loss_fn: LossFunction | None, outputs: str
         raise UsageError("no output of the model requires gradients: there is no backward to run")
     if are_dropped(outputs, losses, loss_fn):
         result = None
-    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if losses[0].dim() else None)
+    run_backward(losses)
     return result
 
 

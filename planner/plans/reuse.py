@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.common.options import HELD
 from planner.errors import PlanMismatchError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
+from planner.ir.static_memory import OF_THE_MODEL, OUTPUTS, SHARDS, StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.module_choices import variants_in
@@ -17,8 +18,8 @@ from planner.plans.plan import Plan, PlanOrigin
 _REUSED = " (reused)"
 """What is added to the name of a solver where its plan was taken over."""
 
-OF_THE_GRAPH = ("assumes", "operations", "graph")
-"""Keys of a fingerprint that say how a step was captured; the others say what of, and where."""
+OF_THE_GRAPH = ("assumes", "operations", "graph", OUTPUTS)
+"""Keys of a fingerprint that say how a step was captured, and for which loop; the others say what of, and where."""
 
 
 def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None:
@@ -45,9 +46,8 @@ def check_same_step(plan: Plan, origin: PlanOrigin) -> None:
 
 
 def _refuse(plan: Plan, origin: PlanOrigin, keys: list[str]) -> None:
-    differs = [
-        f"{key} is {plan.fingerprint.get(key)!r} in the plan and {origin.fingerprint[key]!r} here" for key in keys
-    ]
+    said = {OUTPUTS: HELD, **plan.fingerprint}
+    differs = [f"{key} is {said.get(key)!r} in the plan and {origin.fingerprint[key]!r} here" for key in keys]
     raise PlanMismatchError(
         f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass "
         "Budget(plan=plan, replan=True)"

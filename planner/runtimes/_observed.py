@@ -12,25 +12,27 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from cost_models.devices import DeviceSpec
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of
 from planner.capture.trees import leaf_tensors
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError
-from planner.measure.devices import device_spec
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel
 from planner.session.step import Options, outputs_of
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 Start = Callable[[Options, Plan | None], PlannedModel]
 """Starts the runtime under options, and a plan if there is one for them."""
@@ -44,11 +46,12 @@ _ORDER = (DROPPED, HELD, KEPT)
 
 @dataclass(frozen=True)
 class Observable:
-    """What is observed around: a model's tensors, where they are, and whether one process trains all of them."""
+    """What is observed of: a model's tensors, where they are, and whether one process trains all of them."""
 
     name: str
     tensors: Callable[[], Iterable[torch.Tensor]]
-    device: torch.device
+    spec: Callable[[], DeviceSpec]
+    """Gives the device where the model is now: it may have moved since it was wrapped."""
     is_alone: bool
     """Ranks would have to observe the same, so with several nothing is."""
 
@@ -56,9 +59,9 @@ class Observable:
         """Return each parameter once."""
         return [*{id(p): p for p in self.tensors() if isinstance(p, nn.Parameter)}.values()]
 
-    def optimizer(self, options: Options) -> OptimizerMemory | None:
+    def optimizer(self) -> OptimizerMemory | None:
         """Return what the optimizers that exist need."""
-        spec = device_spec(self.device, options.target.device)
+        spec = self.spec()
         return memory_of_existing(self.parameters(), alignment_bytes=spec.alignment_bytes, device_kind=spec.kind)
 
 
@@ -71,26 +74,36 @@ def before_observing(options: Options, around: Observable) -> Options:
         options = with_outputs(options, HELD)
     if options.training.optimizer != "none" or options.reused_plan is not None or not around.is_alone:
         return options
-    return replace(options, optimizer=around.optimizer(options))
+    return replace(options, optimizer=around.optimizer())
+
+
+def or_dropped(run: Callable[[Options], Result], options: Options, *, may_drop: bool) -> Result:
+    """Run under options; if no plan with all outputs fits, run for a loop that drops them, which is the likely one."""
+    try:
+        return run(options)
+    except InfeasibleBudgetError:
+        if not may_drop or _drops(options):
+            raise
+    return run(with_outputs(options, DROPPED))
 
 
 class ObservedCalls:
     """What ``model(...)`` runs: a runtime, and another one in its place once the loop is known.
 
-    ``outputs`` is what the user says of them. A plan that was given is kept: of it is only said what it does not count.
+    ``may_drop`` says that the user leaves outputs to this. A plan that was given is kept: of it is only said what it
+    does not count.
     """
 
-    def __init__(self, around: Observable, options: Options, start: Start, *, plan: Plan | None, outputs: str) -> None:
-        self._around, self._options, self._start = around, options, start
+    def __init__(self, around: Observable, options: Options, start: Start, plan: Plan | None, may_drop: bool) -> None:
+        self._around, self._options, self._start, self._may_drop = around, options, start, may_drop
         self._is_fixed = options.reused_plan is not None or not around.is_alone
-        self._may_drop = outputs == AUTO and not self._is_fixed
         self._running = start(options, plan)
         self._asked: Options | None = None
         """Options for what was observed, to be in force from the next call on."""
         self._to_watch = _STEPS if self._may_drop or _drops(options) else 0
         self._last: list[weakref.ref[Any]] = []
         """The storages of the outputs of the last call that was watched."""
-        self._seen: tuple[int, bool] | None = None
+        self.seen: tuple[int, bool] | None = None
         """Their bytes, and whether they were there when its backward had ended."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state was looked at."""
@@ -114,8 +127,8 @@ class ObservedCalls:
         if self._is_first:
             self._is_first = False
             self._look_for_optimizer()
-        if self._seen is not None and self._to_watch:
-            self._conclude(self._seen[0], are_held=self._seen[1])
+        if self.seen is not None and self._to_watch:
+            self._conclude(self.seen[0], are_held=self.seen[1])
         if self._asked is not None:
             return self._watched(self._planned_anew(self._asked, args, kwargs))
         if self.plan is None:
@@ -129,14 +142,14 @@ class ObservedCalls:
             self._asked = found if found.optimizer is not None else None
 
     def _first_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first call; where no plan with all outputs fits, one for a loop that drops them is tried."""
-        try:
+        """Run the first call, under a plan for a loop that drops outputs if no other fits."""
+
+        def run(options: Options) -> Any:
+            if options is not self._options:
+                self._start_anew(options)
             return self._running(*args, **kwargs)
-        except InfeasibleBudgetError:
-            if not self._may_drop or _drops(self._options):
-                raise
-        self._start_anew(with_outputs(self._options, DROPPED))
-        return self._running(*args, **kwargs)
+
+        return or_dropped(run, self._options, may_drop=self._may_drop)
 
     def _planned_anew(self, asked: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call under a plan for what was observed; if there is none, under the plan before.
@@ -151,6 +164,7 @@ class ObservedCalls:
             return self._running(*args, **kwargs)
         except InfeasibleBudgetError as error:
             if _drops(options) and not _drops(asked):
+                error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
                 raise
             self._running, self._options, self._is_fixed, self._to_watch = running, options, True, 0
             if asked.optimizer is not options.optimizer:
@@ -186,26 +200,23 @@ class ObservedCalls:
         def ended() -> None:
             observer = reference()
             if observer is not None:
-                observer.see_outputs(size_bytes, are_held=_are_there(references))
+                observer.seen = size_bytes, _are_there(references)
 
         if references and starts:
             self._last = references
             at_end_of_backward(starts, ended)
         return result
 
-    def see_outputs(self, size_bytes: int, *, are_held: bool) -> None:
-        """Note whether outputs were there when the backward had ended."""
-        self._seen = size_bytes, are_held
-
     def _conclude(self, size_bytes: int, *, are_held: bool) -> None:
         """Ask for another plan if the loop does otherwise with outputs than the one in force assumes."""
-        self._seen, self._to_watch, plan = None, self._to_watch - 1, self.plan
+        self.seen, self._to_watch, plan = None, self._to_watch - 1, self.plan
         now, assumed = KEPT if _are_there(self._last) else HELD if are_held else DROPPED, outputs_of(self._options)
         if now == assumed or plan is None:
             return
         is_more = _ORDER.index(now) > _ORDER.index(assumed)
-        gains = plan.recomputations and size_bytes >= _WORTH * plan.budget_bytes and not self._has_changed
-        if plan.peak_bytes + size_bytes <= plan.budget_bytes if is_more else not gains:
+        exceeds = is_more and plan.peak_bytes + size_bytes > plan.budget_bytes
+        gains = not is_more and plan.recomputations and size_bytes >= _WORTH * plan.budget_bytes
+        if not exceeds and (self._has_changed or not gains):
             return  # another plan takes seconds, and this one keeps the budget
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
@@ -224,15 +235,15 @@ class ObservedCalls:
         plan, options = self.plan, self._options
         if plan is None or options.budget.size is None or optimizer in self._optimizers:
             return
-        spec, parameters = device_spec(self._around.device, options.target.device), self._around.parameters()
-        if not kept_for(optimizer, parameters, spec.alignment_bytes):
+        alignment_bytes, parameters = self._around.spec().alignment_bytes, self._around.parameters()
+        if not kept_for(optimizer, parameters, alignment_bytes):
             return  # of another model, or of stand-ins of its parameters
         self._optimizers.add(optimizer)
-        kept_bytes = sum(kept_for(one, parameters, spec.alignment_bytes) for one in self._optimizers)
+        kept_bytes = sum(kept_for(one, parameters, alignment_bytes) for one in self._optimizers)
         beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
         exceeds = beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes
         if not self._is_fixed and (exceeds or beyond_bytes > _LEAST * plan.budget_bytes):
-            self._asked = replace(self._asked or options, optimizer=self._around.optimizer(options))
+            self._asked = replace(self._asked or options, optimizer=self._around.optimizer())
         elif exceeds:
             _warn_of(optimizer, beyond_bytes, self._around.name, plan)
 

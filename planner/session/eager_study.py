@@ -38,7 +38,6 @@ from planner.session.step import (
     elsewhere_for,
     fingerprint_of_graph,
     origin_of,
-    outputs_as_planned,
     outputs_of,
     plan_study,
     problems_of,
@@ -213,7 +212,7 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
         origin=origin_of(
             costing,
             spec,
-            fingerprint=fingerprint_of_graph(model, step.lowered, spec) | outputs_as_planned(step.lowered.graph),
+            fingerprint=fingerprint_of_graph(model, step.lowered, spec),
             capture_seconds=time.perf_counter() - begun,
             runtime=options.runtime.name,
             warnings=(*costing.warnings, *notes, *dropped_outputs(step.lowered.graph), *problems),

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 import torch
 
 from planner.capture.lowering import LoweredGraph
-from planner.ir.checkpoints import KEPT
+from planner.common.options import DROPPED, HELD, KEPT
+from planner.ir.checkpoints import KEPT as STANDS_IN
+from planner.ir.graph import RETURNED_TARGET, TrainingGraph
+from planner.ir.static_memory import OUTPUTS
 
 _DESCRIBED = re.compile(r"\(([\d, ]*)\) (\w+)")
 
@@ -44,10 +47,11 @@ def fingerprint(
     """Say what a plan is made for, so that it is not applied to something else: a step of a model of such a class."""
     graph, joint = lowered.graph, lowered.joint
     digest = hashlib.sha256()
-    operations = [operation for operation in graph.operations if operation.target != KEPT]  # stands in for others
+    operations = [operation for operation in graph.operations if operation.target != STANDS_IN]
     for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
+    outputs = outputs_assumed(graph)
     return {
         "model": f"{model.__module__}.{model.__qualname__}",
         "parameters": sum(p.numel() for p in parameters),
@@ -57,4 +61,12 @@ def fingerprint(
         "assumes": ", ".join(joint.branches),
         "operations": len(operations),
         "graph": digest.hexdigest()[:16],
+        **({} if outputs == HELD else {OUTPUTS: outputs}),
     }
+
+
+def outputs_assumed(graph: TrainingGraph) -> str:
+    """Return what a step assumes that the loop does with its outputs; see :class:`planner.common.options.Training`."""
+    if any(operation.target == RETURNED_TARGET for operation in graph.operations):
+        return KEPT
+    return DROPPED if any(v.kind == "output" and v.size_bytes and not v.retained for v in graph.values) else HELD

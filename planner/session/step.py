@@ -37,7 +37,6 @@ from planner.common.options import (
     DROPPED,
     GROUPS,
     HELD,
-    KEPT,
     LEAST_BYTES,
     Budget,
     Offload,
@@ -55,7 +54,7 @@ from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
-from planner.ir.graph import RETURNED_TARGET, OperationCost, TrainingGraph
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.policy import Policy
@@ -69,7 +68,7 @@ from planner.measure.optimizers import OptimizerMemory
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
-from planner.session.fingerprint import fingerprint
+from planner.session.fingerprint import fingerprint, outputs_assumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,21 +239,10 @@ def outputs_of(options: Options) -> str:
     return options.training.outputs
 
 
-def _dropped_bytes(graph: TrainingGraph) -> int:
-    return sum(value.size_bytes for value in graph.values if value.kind == "output" and not value.retained)
-
-
-def outputs_as_planned(graph: TrainingGraph) -> dict[str, str | int]:
-    """Return the entry of a fingerprint that says what the loop does with outputs, unless it holds them."""
-    if any(operation.target == RETURNED_TARGET for operation in graph.operations):
-        return {OUTPUTS: KEPT}
-    return {OUTPUTS: DROPPED} if _dropped_bytes(graph) else {}
-
-
 def dropped_outputs(graph: TrainingGraph) -> Iterator[Finding]:
     """Say which bytes of outputs are taken to go before the backward."""
-    dropped_bytes = _dropped_bytes(graph)
-    if outputs_as_planned(graph) == {OUTPUTS: DROPPED}:
+    if outputs_assumed(graph) == DROPPED:
+        dropped_bytes = sum(v.size_bytes for v in graph.values if v.kind == "output" and not v.retained)
         yield Finding(
             rule="outputs-dropped",
             severity=Severity.NOTE,
@@ -313,7 +301,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
         origin=origin_of(
             costing,
             step.spec,
-            fingerprint=fingerprint_of(model, step) | outputs_as_planned(step.lowered.graph),
+            fingerprint=fingerprint_of(model, step),
             capture_seconds=step.capture_seconds + time.perf_counter() - begun,
             runtime=options.runtime.name,
             eager=eager_step(options.eager),

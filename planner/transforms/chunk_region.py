@@ -67,8 +67,8 @@ def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
     schedule = lowest_schedule(problem)
     peak = problem.evaluate(schedule).peak_position
     alive = {copy.value for copy in lifetimes(graph, schedule) if copy.born <= peak <= copy.died}
-    kept = ("output", "gradient")
-    free = [value for value in alive if not graph.values[value].retained and graph.values[value].kind not in kept]
+    # The caller is given outputs whole, whether it holds them or not.
+    free = [u for u in alive if not graph.values[u].retained and graph.values[u].kind != "output"]
     free.sort(key=lambda value: (-graph.values[value].size_bytes, value))
     for value in free[:_LARGEST]:
         node = lowered.value_nodes[value]

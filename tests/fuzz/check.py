@@ -6,6 +6,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,9 +152,7 @@ class _Trial:
         if plan is not None:
             planner.auto_wrap(model, budget=plan, runtime=plan.runtime, loss_fn=loss_fn)
 
-        def step(outputs: str = HELD) -> Any:
-            return run_step(lambda: model(*inputs), loss_fn, outputs)
-
+        step = partial(run_step, partial(model, *inputs), loss_fn)
         outputs, peak_bytes = None, 0
         kept = HELD if plan is None else str(plan.fingerprint.get(OUTPUTS, HELD))
         fresh, *_ = self.make()
@@ -167,7 +166,7 @@ class _Trial:
             torch.manual_seed(self.outcome.seed)
             _Trial.before = RandomStates()
             if number == 1:
-                peak_bytes, _ = measure_peak(lambda: step(kept), torch.device("cpu"))
+                peak_bytes, _ = measure_peak(partial(step, kept), torch.device("cpu"))
             else:
                 outputs = step()
         self.bound_only = self.bound_only or loss_fn is not None or _share_memory(outputs)

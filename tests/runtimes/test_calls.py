@@ -117,7 +117,5 @@ def test_state_of_an_optimizer_that_a_given_plan_does_not_count_is_said_once(run
         step()
     with warnings.catch_warnings(action="error"):
         step()
-        planner.auto_wrap(model, **planned)
-        step()
         planner.auto_wrap(model, budget=planner.Budget(activations="70%"), runtime=runtime)
         step()

@@ -16,7 +16,7 @@ from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of, without_logs_of_errors
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, are_dropped, differentiated, state_of
+from planner.capture.inputs import Inputs, OutsideLoss, are_dropped, differentiated, run_backward, state_of
 from planner.capture.model_facts import has_distributed_tensors, is_fake, units_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import Gradients, UnitCalls
@@ -152,13 +152,14 @@ class _Recording:
             torch.clear_autocast_cache()  # as the runtime does: see planner.runtimes.modules
             trace.backward = trace.tangents = recorder.now
             trace.returned_cache = getattr(outputs, "past_key_values", None) is not None
+            outputs = tensors_in(outputs)
             recorder.mark(outputs, "output")
-            losses = self._losses(recorder, tensors_in(outputs))
+            losses = self._losses(recorder, outputs)
             if self.outputs == KEPT:
-                trace.returned = list(recorder.numbers(tensors_in(outputs)))
+                trace.returned = list(recorder.numbers(outputs))
             if are_dropped(self.outputs, losses, self.loss):
-                trace.returned = list(recorder.numbers([t for t in tensors_in(outputs) if t.dim()]))
-                outputs = [tensor for tensor in tensors_in(outputs) if not tensor.dim()]
+                trace.returned = list(recorder.numbers([tensor for tensor in outputs if tensor.dim()]))
+                outputs = [tensor for tensor in outputs if not tensor.dim()]
             _backward(recorder, losses, self.loss)
             recorder.finish()
             recorder.mark([t.grad for t in [*state.values(), *inputs.tensors()]], "gradient")
@@ -188,4 +189,4 @@ def _backward(recorder: Recorder, losses: list[torch.Tensor], loss: LossMemory |
         losses.clear()  # nobody else may hold them
         torch.autograd.backward([value], [recorder.stand_in(torch.ones_like(value))])
     else:
-        torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if losses[0].dim() else None)
+        run_backward(losses)

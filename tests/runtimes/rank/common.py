@@ -132,9 +132,7 @@ def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collec
     return resident_bytes + buckets_bytes + min(peaks), model
 
 
-def until_only_python_holds(
-    tensor: AsyncCollectiveTensor, wait: Callable[..., torch.Tensor] = AsyncCollectiveTensor.trigger_wait
-) -> torch.Tensor:
+def until_only_python_holds(tensor: AsyncCollectiveTensor, wait: Any = AsyncCollectiveTensor.trigger_wait) -> Any:
     """Wait for a collective, and until gloo's thread has dropped its result.
 
     On two busy cores that thread held the result beyond the wait in a third of 300 all-reduces. A result that stays
