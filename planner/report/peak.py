@@ -32,7 +32,8 @@ def render(plan: Plan, most: int | None = None) -> Group:
     at = plan.peak_at
     place = f"{operator_name(at.operation)} in {at.module or 'the model'}" if at.operation else "its end"
     source = f" ({at.source.rpartition('/')[2]})" if at.source else ""
-    title = f"Peak memory, {format_bytes(plan.peak_bytes)}, in the {at.phase or 'step'} at {place}{source}"
+    where = "between forward and backward" if at.phase == "loss" else f"in the {at.phase or 'step'} at {place}{source}"
+    title = f"Peak memory, {format_bytes(plan.peak_bytes)}, {where}"
     if most is None:
         return Group(one_line(title, style="bold"), _kinds(plan.anatomy, "peak"), *_lower(plan), *_beyond(plan))
     kinds = sorted(plan.anatomy.items(), key=lambda item: -item[1])
