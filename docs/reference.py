@@ -29,7 +29,6 @@ MODULES = (
     "planner.solvers",
     "planner.runtimes",
     "planner.extras.pipelines",
-    "planner.extras.splits",
     "planner.commands",
     "planner.report",
     "cost_models",

@@ -313,12 +313,6 @@ class Training(_Group):
             raise UsageError(f"ranks={self.ranks} does not go with data_parallel={self.data_parallel!r}: give both")
 
 
-# Splits over many devices.
-
-ENGINES = ("torchtitan", "megatron")
-"""What trains on many devices, and is given a split."""
-
-
 # Chunks.
 
 CHUNKS = "slices"

@@ -54,7 +54,6 @@ ONLY_IN = {
     "rich": (
         "planner.report",
         "planner.commands._terminal",
-        "planner.extras.splits.report",
     ),
     "jinja2": ("planner.report",),
     "plotext": ("planner.report.curve_chart",),

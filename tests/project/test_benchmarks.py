@@ -10,7 +10,6 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from benchmarks import (
     libraries,
     peers,
     sizes,
-    splits,
     trial,
 )
 from benchmarks.libraries import architectures
@@ -60,34 +58,6 @@ def test_capture_reads_what_a_child_process_used() -> None:
 
 def test_capture_stops_what_takes_too_long() -> None:
     assert capture.finish([sys.executable, "-c", "import time; time.sleep(60)"], limit_seconds=0.2).exit_code == 124
-
-
-def test_splits_ranks_as_spearman_does() -> None:
-    assert splits.ranks([10, 30, 20, 20]) == [0.0, 3.0, 1.5, 1.5]
-    assert splits.correlation([1, 2, 3], [2, 4, 9]) == 1.0 and splits.correlation([1, 2, 3], [9, 4, 2]) == -1.0
-    assert splits.correlation([1, 1], [2, 3]) is None
-
-
-def test_published_splits_agree_with_themselves() -> None:
-    runs = list(splits.megatron_runs())
-    for run, together in zip(runs, splits._MEGATRON_TOGETHER, strict=True):
-        split = run.split
-        gpus = split.data * split.tensor * split.pipeline
-        assert run.published * gpus / 1000 == pytest.approx(together, rel=0.01)
-    for run in (*runs, *splits.titan_runs()):
-        assert run.global_batch % (run.split.data * run.split.micro_batch) == 0
-    # The paper's names are billions of parameters.
-    for name, run in zip(splits._MEGATRON, runs, strict=True):
-        sizes = run.sizes
-        billions = (sizes.layers * sizes.layer_parameters + sizes.vocabulary * sizes.width) / 1e9
-        assert billions == pytest.approx(float(name[:-1]), rel=0.05)
-
-
-def test_splits_estimates_a_run_as_it_was() -> None:
-    run = replace(next(splits.megatron_runs()), length=128, sizes=splits.gpt(256, 4, 4), global_batch=64)
-    run = replace(run, split=replace(run.split, data=2, micro_batch=4))
-    (row,) = splits.published([run])
-    assert row["shares"]["recompute"] > 0 and row["fits"] and row["predicted"] > 0
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import transformers
 
 import planner
 from planner import solvers
-from planner.extras import pipelines, splits
+from planner.extras import pipelines
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PUBLIC = {name: getattr(of, name) for of in (planner, pipelines, splits) for name in of.__all__}
+PUBLIC = {name: getattr(of, name) for of in (planner, pipelines) for name in of.__all__}
 
 
 def parameters_of(docstring: str) -> list[str]:

@@ -18,7 +18,7 @@ import cost_models
 import planner
 from planner import commands, errors, exporters, runtimes, solvers, strategies
 from planner.capture import fake_mode
-from planner.extras import pipelines, splits
+from planner.extras import pipelines
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "signatures.txt"
 PLUG_INS = (
@@ -46,7 +46,7 @@ def members(owner: type) -> Iterator[str]:
 
 
 def public() -> Iterator[str]:
-    for package in (planner, pipelines, splits):
+    for package in (planner, pipelines):
         for name in sorted(package.__all__):
             thing = getattr(package, name)
             if inspect.isclass(thing) and issubclass(thing, errors.PlannerError):
