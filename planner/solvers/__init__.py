@@ -186,20 +186,11 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     for schedule in (floor.schedule, error.lowest):
         if schedule is not None:
             incumbent.see(schedule)
-    if problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven:
-        return incumbent.infeasible(proven=True)
-    known = incumbent.infeasible(proven=error.is_proven)
-    if known.minimum_feasible_peak_bytes >= error.minimum_feasible_peak_bytes:
-        return error
-    verdict = str(error).partition(";")[0]
-    return InfeasibleBudgetError(
-        f"{verdict}; a plan is known for {known.minimum_feasible_peak_bytes} bytes, at {known.operation}",
-        minimum_feasible_peak_bytes=known.minimum_feasible_peak_bytes,
-        operation=known.operation,
-        is_proven=error.is_proven,
-        lower_bound_seconds=error.lower_bound_seconds,
-        lowest=known.lowest,
-    )
+    proves = problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven
+    budget = f" {problem.budget_bytes + problem.graph.total_static_bytes} bytes"
+    verdict = "" if proves else str(error).partition(";")[0].removesuffix(budget)
+    known = incumbent.infeasible(what=verdict, proven=proves or error.is_proven)
+    return known if proves or known.minimum_feasible_peak_bytes < error.minimum_feasible_peak_bytes else error
 
 
 def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:

@@ -84,14 +84,6 @@ class Births:
         made = [sum(self.sizes[u] for u in o.outputs if graph.values[u].retained) for o in graph.operations]
         self.retained_bytes = list(accumulate(made))
         """Up to and with each operation."""
-        self.needs = list[int]()
-        """For each operation, as bits, those that must run before it can."""
-        for operation in graph.operations:
-            makers = {self.producer[u] for u in operation.inputs}
-            bits = 0
-            for maker in makers:
-                bits |= self.needs[maker] | 1 << maker
-            self.needs.append(bits)
         self.irreplaceable = [
             u
             for u, maker in enumerate(self.producer)
@@ -262,8 +254,7 @@ class Births:
     def _can_be_made(self, value: int, held: Live, room_bytes: int) -> bool:
         """Whether a value was found to be recomputable from others, which stay live, in so many further bytes.
 
-        Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other;
-        and where the latest of a set is needed by none of it and its maker reads no more than it makes, from there.
+        Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other.
         """
         if self._can_be_made_alone(value, held, room_bytes):
             return True
@@ -309,12 +300,7 @@ class Births:
     ) -> Iterator[tuple[int, int, Live]]:
         """Return the births within so many bytes beside others, and the bytes live before each."""
         size_of = self.beside_bytes.__getitem__
-        makers = {self.producer[u] for u in live}
-        needed = 0
-        for maker in makers:
-            needed |= self.needs[maker]
-        found: list[tuple[int, int, Live]] = []
-        for maker in sorted(makers, reverse=True):
+        for maker in sorted({self.producer[u] for u in live}, reverse=True):
             if not self.graph.operations[maker].recomputable:
                 continue
             more = self.touched[maker] - live
@@ -323,11 +309,7 @@ class Births:
             if size_bytes > room_bytes:
                 continue
             earlier = ((live - self.outputs[maker]) | self.inputs[maker]) - held
-            left_bytes = sum(map(size_of, earlier))
-            if left_bytes <= live_bytes and not needed >> maker & 1:
-                return iter([(size_bytes, left_bytes, earlier)])
-            found.append((size_bytes, left_bytes, earlier))
-        return iter(found)
+            yield size_bytes, sum(map(size_of, earlier)), earlier
 
     def _large(self, values: Sequence[int]) -> Live:
         return frozenset(u for u in values if self.sizes[u] > self.least_bytes)
