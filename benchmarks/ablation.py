@@ -97,7 +97,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "solution_pool: crossing": (
         PLANS, {"solving.solution_pool.SolutionPool.crossed": lambda pool: list(pool.random.choice(pool.members).keys)},
     ),
-    "peak_repair for a first plan": (FIRST, {"solvers.search.with_lower_peak": _second}),
     "minimum_peak_search for a first plan": (FIRST, {"solvers.search.lowest_plan": _second}),
     "peak_proof": (FLOORS, {"solving.peak_bounds.proven_by_last_births": _highest}),
     "peak_proof: pairs": (FLOORS, {"solving.peak_proof.Births._by_pairs": lambda _, live, peak: peak}),
@@ -108,8 +107,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "transfer windows": (
         OFFLOADS, {f"{where}.widened": _second for where in ("solvers.offload_search", "solving.single_flip_search")},
     ),
-    "transfers not needed": (OFFLOADS, {"solvers.offload_search.without_unneeded": _second}),
-    "offload alone": (OFFLOADS, {"solvers.offload_search._OffloadSearch.offload_alone": _value(None)}),
     "room for transfers": (OFFLOADS, {"solvers.offload_search._OffloadSearch.make_room": _value(None)}),
     "single values": (OFFLOADS, {"solvers.offload_search._OffloadSearch.flip": _value(False)}),
     "single_flip_search": (OFFLOADS, {"solving.single_flip_search.SingleFlipSearch.better": _value(None)}),

@@ -28,10 +28,10 @@ from planner.plans.from_solution import GAP, PRICE, plan_from_solution
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import make_plan, make_problem
 from planner.solvers.auto import AutoSolver
-from planner.solvers.checkpoints import lowest_choice
 from planner.solvers.offload_search import first_within, lowest_offloading, ranked
 from planner.solving import lowest_known
 from planner.solving.incumbent import Incumbent
+from planner.solving.modules.ilp import lowest_choice
 from planner.solving.peak_bounds import lowest_schedule
 
 _OF_MODULES = ("pytorch-checkpoint", "every")

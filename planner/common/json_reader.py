@@ -44,11 +44,11 @@ def parse(text: str, what: str) -> Node:
         raise
     except json.JSONDecodeError as error:
         where = f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"
-        raise PlanFileError(f"not a whole plan, profile or device file: {where}; save it again") from error
+        raise PlanFileError(f"not a whole {what}: {where}; save it again") from error
     except RecursionError as error:
-        raise PlanFileError("not a plan, profile or device file: it is nested too deeply") from error
+        raise PlanFileError(f"not a {what}: it is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits, which Python will not convert
-        raise PlanFileError("not a plan, profile or device file: it holds a number of absurd length") from error
+        raise PlanFileError(f"not a {what}: it holds a number of absurd length") from error
     return Node(value, (None, f"the {what}"))
 
 
@@ -145,12 +145,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise PlanFileError(f"not a plan, profile or device file: key {twice[:80]!r} appears twice in one object")
+        raise PlanFileError(f"not valid JSON: key {twice[:80]!r} appears twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise PlanFileError(f"not a plan, profile or device file: it holds {name}, and every number must be finite")
+    raise PlanFileError(f"not valid JSON: it holds {name}, and every number must be finite")
 
 
 def _path(where: Where) -> str:

@@ -7,19 +7,19 @@ KiB and its seconds are that unit.
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
-from planner.common.json_reader import load, shown
-from planner.errors import UsageError
+from planner.common.json_reader import load, parse
+from planner.errors import PlanFileError, UsageError
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 
 _MOST_OPERATIONS = 1_000_000
-_LARGEST = 2**53
+_MAY_BE_MISSING = {"older": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,23 @@ class Reference:
     """What the publication found, and the best found since."""
     lower_bound_cost: float | None = None
     """Proven for the base order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Instance:
+    """The object of a file."""
+
+    num_operations: int
+    loss_operation: int
+    output_kib: tuple[int, ...]
+    cost: tuple[float, ...]
+    edges: tuple[tuple[int, ...], ...]
+    budget_kib: int
+    name: str = field(default="", metadata=_MAY_BE_MISSING)
+    base_cost: float | None = field(default=None, metadata=_MAY_BE_MISSING)
+    published_cost: float | None = field(default=None, metadata=_MAY_BE_MISSING)
+    best_known_cost: float | None = field(default=None, metadata=_MAY_BE_MISSING)
+    lower_bound_cost: float | None = field(default=None, metadata=_MAY_BE_MISSING)
 
 
 def load_instance(path: str | Path) -> tuple[Problem, Reference]:
@@ -57,22 +74,18 @@ def load_instance(path: str | Path) -> tuple[Problem, Reference]:
     UsageError
         If the file cannot be read or anything in it is wrong; says where, in one line.
     """
-    data = _Reader(path)
-    count = data.integer("num_operations", data.top("num_operations"), 1, _MOST_OPERATIONS)
-    loss = data.integer("loss_operation", data.top("loss_operation"), 0, count - 1)
-    sizes = [data.integer(f"output_kib[{i}]", x, 0) for i, x in enumerate(data.list("output_kib", count))]
-    costs = [data.number(f"cost[{i}]", x) for i, x in enumerate(data.list("cost", count))]
-    inputs: list[list[int]] = [[] for _ in range(count)]
-    for i, edge in enumerate(data.list("edges")):
-        where = f"edges[{i}]"
-        if not isinstance(edge, list) or len(edge) != 2:
-            data.fail(f"{where} must be two operations, [from, to]")
-        source, reader = (data.integer(f"{where}[{end}]", x, 0, count - 1) for end, x in enumerate(edge))
-        if source >= reader:
-            data.fail(f"{where} goes from operation {source} to {reader}, against the base order")
-        if source not in inputs[reader]:
-            inputs[reader].append(source)
-    name = data.name()
+    return load(path, "instance", partial(_read, Path(path).stem), UsageError)
+
+
+def _read(file_name: str, text: str) -> tuple[Problem, Reference]:
+    data = parse(text, "instance").read(_Instance)
+    count, loss, name = data.num_operations, data.loss_operation, data.name or file_name
+    _check_integer("num_operations", count, 1, _MOST_OPERATIONS)
+    _check_integer("loss_operation", loss, 0, count - 1)
+    for key, numbers in (("output_kib", data.output_kib), ("cost", data.cost)):
+        if len(numbers) != count:
+            raise PlanFileError(f"{key} must have {count} items, one for each operation, not {len(numbers)}")
+    inputs = _inputs(data.edges, count)
     graph = TrainingGraph(
         operations=tuple(
             Operation(
@@ -85,76 +98,39 @@ def load_instance(path: str | Path) -> tuple[Problem, Reference]:
             )
             for index in range(count)
         ),
-        values=tuple(Value(name=f"value{u}", size_bytes=size) for u, size in enumerate(sizes)),
+        values=tuple(Value(name=f"value{u}", size_bytes=size) for u, size in enumerate(data.output_kib)),
         name=name,
     )
-    budget = data.integer("budget_kib", data.top("budget_kib"), 0)
-    problem = Problem(graph=graph, costs=tuple(OperationCost(seconds=cost) for cost in costs), budget_bytes=budget)
-    return problem, _reference(data, name, sum(costs))
+    costs = tuple(OperationCost(seconds=cost) for cost in data.cost)
+    return Problem(graph=graph, costs=costs, budget_bytes=data.budget_kib), _reference(data, name, sum(data.cost))
 
 
-def _reference(data: _Reader, name: str, base_cost: float) -> Reference:
-    known = {key: data.optional(key) for key in ("published_cost", "best_known_cost", "lower_bound_cost")}
-    claimed = data.optional("base_cost")
-    if claimed is not None and not math.isclose(claimed, base_cost, rel_tol=1e-9):
-        data.fail(f"base_cost is {claimed:g}, but the costs sum up to {base_cost:g}")
+def _inputs(edges: Sequence[Sequence[int]], count: int) -> list[dict[int, None]]:
+    """Return what each operation reads, in the order of the edges."""
+    inputs: list[dict[int, None]] = [{} for _ in range(count)]
+    for number, edge in enumerate(edges):
+        where = f"edges[{number}]"
+        if len(edge) != 2:
+            raise PlanFileError(f"{where} must be two operations, [from, to]")
+        for end, index in enumerate(edge):
+            _check_integer(f"{where}[{end}]", index, 0, count - 1)
+        source, reader = edge
+        if source >= reader:
+            raise PlanFileError(f"{where} goes from operation {source} to {reader}, against the base order")
+        inputs[reader][source] = None
+    return inputs
+
+
+def _check_integer(where: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise PlanFileError(f"{where} must be an integer from {least} to {most}, not {value}")
+
+
+def _reference(data: _Instance, name: str, base_cost: float) -> Reference:
+    known = {key: getattr(data, key) for key in ("published_cost", "best_known_cost", "lower_bound_cost")}
+    if data.base_cost is not None and not math.isclose(data.base_cost, base_cost, rel_tol=1e-9):
+        raise PlanFileError(f"base_cost is {data.base_cost:g}, but the costs sum up to {base_cost:g}")
     for key, cost in known.items():
         if cost is not None and cost < base_cost * (1 - 1e-9):
-            data.fail(f"{key} is {cost:g}, less than {base_cost:g} for every operation once")
+            raise PlanFileError(f"{key} is {cost:g}, less than {base_cost:g} for every operation once")
     return Reference(name=name, base_cost=base_cost, **known)
-
-
-class _Reader:
-    """One file's object; whatever is wrong with it ends in one line that names the file."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = path
-        self.data: Any = load(path, "instance", self.parsed, UsageError)
-        if not isinstance(self.data, dict):
-            self.fail("not an instance: it must be an object")
-
-    def parsed(self, text: str) -> Any:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            self.fail(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
-        except RecursionError:
-            self.fail("not an instance: it is nested too deeply")
-        except ValueError:  # an integer of thousands of digits, which Python will not convert
-            self.fail("not an instance: it holds a number of absurd length")
-
-    def fail(self, what: str) -> NoReturn:
-        raise UsageError(f"cannot read instance {self.path}: {what}") from None
-
-    def top(self, key: str) -> Any:
-        if key not in self.data:
-            self.fail(f"{key} is missing")
-        return self.data[key]
-
-    def name(self) -> str:
-        name = self.data.get("name", Path(self.path).stem)
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 200:
-            self.fail("name must be a short text")
-        return name
-
-    def list(self, key: str, length: int | None = None) -> list[Any]:
-        value = self.top(key)
-        if not isinstance(value, list):
-            self.fail(f"{key} must be a list")
-        if length is not None and len(value) != length:
-            self.fail(f"{key} must have {length} items, one for each operation, not {len(value)}")
-        return value
-
-    def integer(self, where: str, value: Any, least: int, most: int = _LARGEST) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.fail(f"{where} must be an integer from {least} to {most}, not {shown(value)}")
-        return value
-
-    def number(self, where: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
-            self.fail(f"{where} must be a number from 0 to {_LARGEST}, not {shown(value)}")
-        return float(value)
-
-    def optional(self, key: str) -> float | None:
-        value = self.data.get(key)
-        return None if value is None else self.number(key, value)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
 from planner.errors import ScheduleError
 from planner.ir.checkpoints import UNREAD
@@ -106,8 +107,7 @@ class Evaluation:
         return self.recompute_seconds + self.stall_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One copy of a value: made by the run at ``born``, last needed by the run at ``died``."""
 
     value: int
@@ -115,7 +115,6 @@ class Copy:
     died: int
 
 
-@dataclass(frozen=True, slots=True)
 class FetchedCopy(Copy):
     """A copy that is fetched from the host, right before the run at ``born``."""
 

@@ -16,8 +16,8 @@ from planner.plans.ordering import in_orders_tried, lowest_plan_known
 from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
 from planner.plans.policy_reduction import decided_operations
 from planner.solvers.auto import AutoSolver
-from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known
+from planner.solving.modules.ilp import lowest_choice
 from planner.solving.peak_bounds import lowest_peak, proven_lowest
 
 

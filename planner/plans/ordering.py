@@ -15,8 +15,8 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
 from planner.plans.policy_reduction import PolicyReduction
 from planner.solvers.auto import AutoSolver
-from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known
+from planner.solving.modules.ilp import lowest_choice
 from planner.solving.orders import Order, promising_order
 from planner.solving.peak_bounds import lowest_peak, proven_lowest
 

@@ -17,7 +17,7 @@ from planner.plans.plan import MoreMemory, StepDetails, Timeline, TimelinePoint
 from planner.solvers import solve
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
-from planner.solving.transfer_windows import widened, without_unneeded
+from planner.solving.transfer_windows import widened
 
 MOST_POINTS = 240
 """Of a timeline; in longer steps neighbouring runs share a point, which is as high as the highest of them."""
@@ -99,7 +99,7 @@ def _found_seconds(problem: Problem, schedule: Schedule) -> float:
     if problem.host is None:
         return solve(problem, "ilp", time_limit_seconds=_SECONDS_FOR_MORE, deterministic=True).added_seconds
     incumbent = Incumbent(problem)
-    incumbent.update(without_unneeded(problem, widened(problem, schedule)), "")
+    incumbent.update(widened(problem, schedule), "")
     effort = SolveLimits(time_limit_seconds=_SECONDS_FOR_MORE_WITH_OFFLOAD, deterministic=True)
     AutoSolver().improve(incumbent, effort=effort)
     return incumbent.added_seconds

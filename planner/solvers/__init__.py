@@ -20,6 +20,7 @@ from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
+from planner.solving.modules.ilp import cheapest
 from planner.solving.peak_bounds import minimum_peak
 
 _REGION_ATTEMPTS = 6
@@ -28,10 +29,7 @@ _REGION_ATTEMPTS = 6
 
 @runtime_checkable
 class Solver(Protocol):
-    """Protocol of a solver module's ``SOLVER``.
-
-    One that solves problems that have regions, and those alone, says so by ``chooses_regions``: that decides, no name.
-    """
+    """Protocol of a solver module's ``SOLVER``, which decides on whole graphs."""
 
     name: str
     """What people type."""
@@ -52,13 +50,9 @@ def _solvers() -> dict[str, Solver]:
     return defined(__name__, __path__, "SOLVER", Solver)  # type: ignore[type-abstract]
 
 
-def _chooses_regions(solver: Solver) -> bool:
-    return getattr(solver, "chooses_regions", False)
-
-
 def names() -> tuple[str, ...]:
-    """Return the names of all solvers that people can choose from, sorted."""
-    return tuple(name for name, solver in _solvers().items() if not _chooses_regions(solver))
+    """Return the names of all solvers, sorted."""
+    return tuple(_solvers())
 
 
 def get(name: str) -> Solver:
@@ -78,12 +72,11 @@ def check_for_regions(*chosen: str) -> None:
 
 
 def _solver_for(problem: Problem, solver: str | Solver) -> Solver:
-    """Return the solver that is asked for, or that of problems with regions, if it can do what the problem asks."""
+    """Return the solver that is asked for, if it can do what the problem asks."""
     chosen = get(solver) if isinstance(solver, str) else solver
     if problem.regions is not None:
         check_for_regions(chosen.name)
-        return next(solver for solver in _solvers().values() if _chooses_regions(solver))
-    if problem.host is not None and not chosen.offloads:
+    elif problem.host is not None and not chosen.offloads:
         able = ", ".join(repr(name) for name in names() if get(name).offloads)
         raise UsageError(f"solver {chosen.name!r} does not offload; those that do are {able}")
     return chosen
@@ -164,7 +157,7 @@ def solved(
     chosen = _solver_for(problem, solver)
     started = time.perf_counter()
     if problem.regions is not None:  # what recomputes or keeps anything else is no plan there
-        solution = chosen.solve(problem, effort=effort, progress=progress)
+        solution = cheapest(problem, problem.regions, effort.clock(), progress)
     else:
         try:
             solution = solve_in_regions(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
@@ -193,20 +186,11 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     for schedule in (floor.schedule, error.lowest):
         if schedule is not None:
             incumbent.see(schedule)
-    if problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven:
-        return incumbent.infeasible(proven=True)
-    known = incumbent.infeasible(proven=error.is_proven)
-    if known.minimum_feasible_peak_bytes >= error.minimum_feasible_peak_bytes:
-        return error
-    verdict = str(error).partition(";")[0]
-    return InfeasibleBudgetError(
-        f"{verdict}; a plan is known for {known.minimum_feasible_peak_bytes} bytes, at {known.operation}",
-        minimum_feasible_peak_bytes=known.minimum_feasible_peak_bytes,
-        operation=known.operation,
-        is_proven=error.is_proven,
-        lower_bound_seconds=error.lower_bound_seconds,
-        lowest=known.lowest,
-    )
+    proves = problem.host is None and floor.proven_peak_bytes > problem.budget_bytes and not error.is_proven
+    budget = f" {problem.budget_bytes + problem.graph.total_static_bytes} bytes"
+    verdict = "" if proves else str(error).partition(";")[0].removesuffix(budget)
+    known = incumbent.infeasible(what=verdict, proven=proves or error.is_proven)
+    return known if proves or known.minimum_feasible_peak_bytes < error.minimum_feasible_peak_bytes else error
 
 
 def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:

@@ -19,7 +19,7 @@ from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solvers import ilp, offload_search, search, sqrt
+from planner.solvers import ilp, offload_search, search
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule
 
@@ -31,6 +31,9 @@ _PROOF_SHARE = 0.6
 
 _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
 """How long the integer programme runs without annealing: so long, but no more than this share of the time."""
+
+_QUICK_SHARE = 0.1
+"""Of the time, at most, for a first plan by quick methods."""
 
 _MOST_BESIDE = 4
 """Annealings beside the integer programme, where there are cores for them."""
@@ -72,10 +75,7 @@ class AutoSolver:
         except InfeasibleBudgetError:
             race.descend()
             raise incumbent.infeasible(proven=True) from None
-        if incumbent.schedule is None:
-            incumbent.see(lowest_schedule(problem))
-            incumbent.take_lowest(self.name)
-        if incumbent.schedule is None:
+        if not incumbent.take_lowest(self.name) and incumbent.schedule is None:
             raise incumbent.infeasible()
 
     def lowest(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Schedule:
@@ -119,21 +119,17 @@ class _Race:
                 each.result()
 
     def run_beside(self, proven: Event, over: Event, number: int) -> None:
-        """After a head start for the proof, try the quick solver, then anneal until time is up or the gap is closed."""
+        """After a head start for the proof, try quick methods, then anneal until time is up or the gap is closed."""
         proven.wait(min(_HEAD_START_SECONDS, _HEAD_START_SHARE * self.clock.limit_seconds))
         if number == 0:
             self.look_quickly()
         self.anneal(over, proven, number)
 
     def look_quickly(self) -> None:
-        """Take the quick solver's plan if there is no incumbent yet."""
-        if self.incumbent.schedule is not None:
-            return
-        try:
-            found = sqrt.SOLVER.solve(self.incumbent.problem, effort=self.rest())
-        except InfeasibleBudgetError:
-            return
-        self.incumbent.update(found.schedule, found.solver)
+        """Take what quick methods find if there is no incumbent yet."""
+        if self.incumbent.schedule is None:
+            seconds = _QUICK_SHARE * self.clock.limit_seconds
+            self.incumbent.update(lowest_schedule(self.incumbent.problem, seconds), AutoSolver.name)
 
     def prove(self, share: float = 1.0) -> None:
         """Run the integer programme; only a proof that no plan exists ends the race."""

@@ -42,7 +42,7 @@ _MENDED = 1.3
 """Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
 
 _MENDED_SHARE = 0.05
-"""Of the time, at most, for one schedule, unless this is all that looks for a first plan."""
+"""Of the time, at most, for one schedule."""
 
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
@@ -75,12 +75,12 @@ class IlpSolver:
         of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020.
         """
         incumbent = Incumbent(problem)
-        _StepCutSearch(incumbent, effort, progress or (lambda line: None), is_alone=True).run()
+        _StepCutSearch(incumbent, effort, progress or (lambda line: None)).run()
         return incumbent.solution()
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
         """Improve an incumbent shared with other solvers; raise InfeasibleBudgetError if there is no plan."""
-        _StepCutSearch(incumbent, effort, progress or (lambda line: None), is_alone=False).run()
+        _StepCutSearch(incumbent, effort, progress or (lambda line: None)).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,8 @@ class _Rows:
 class _StepCutSearch:
     """State of one solve: incumbent, cuts, rows, and the time left."""
 
-    def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress, *, is_alone: bool) -> None:
+    def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress) -> None:
         self.incumbent = incumbent
-        self.is_alone = is_alone
         self.problem = incumbent.problem
         self.exact = merged(self.problem)
         self.reduced = without_small(self.exact)
@@ -185,16 +184,9 @@ class _StepCutSearch:
             self.mend(schedule.order)
         self.tell(
             f"ilp: budget required at {len(cuts)} moments of the step; any plan adds at least "
-            f"{incumbent.lower_bound_seconds:.6g} s, this one peaks at {over:.2%} of the budget, {self.best_so_far}"
+            f"{incumbent.lower_bound_seconds:.6g} s, this one peaks at {over:.2%} of the budget"
         )
         return schedule, segment, evaluation
-
-    @property
-    def best_so_far(self) -> str:
-        """Describe the incumbent for progress messages."""
-        if self.incumbent.schedule is None:
-            return "no plan found yet"
-        return f"the best plan adds {self.incumbent.added_seconds:.6g} s"
 
     def relaxed(self, cuts: list[Cut], share: float) -> tuple[Model, Answer]:
         """Solve the relaxation of a programme, and again with the rows that its solution breaks; keep its bound."""
@@ -267,8 +259,7 @@ class _StepCutSearch:
 
     def mend(self, order: Sequence[int]) -> None:
         """Repair a schedule that exceeds the budget by local search, in a share of the time."""
-        is_all = self.is_alone and self.incumbent.schedule is None
-        clock = self.clock if is_all else self.clock.part(_MENDED_SHARE)
+        clock = self.clock.part(_MENDED_SHARE)
         order, peak_bytes = lower_peak(self.problem, order, clock)
         if peak_bytes <= self.problem.budget_bytes:
             order = take_back(self.problem, order, clock)

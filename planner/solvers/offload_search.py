@@ -3,9 +3,9 @@
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
 (:mod:`planner.solving.offload_reduction`); then transfers get time to hide (:mod:`planner.solving.transfer_windows`).
-Plans that only recompute, or only offload, are looked for too, so that both together are no worse than either. From
-the best on, single values are offloaded or no longer, and in a graph that is not too large single decisions are tried
-the other way where runs wait (:mod:`planner.solving.single_flip_search`). Only the simulator says what helps.
+Plans that only recompute are looked for too. From the best on, single values are offloaded or no longer, and in a graph
+that is not too large single decisions are tried the other way where runs wait
+(:mod:`planner.solving.single_flip_search`). Only the simulator says what helps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.solving.offload_bound import OffloadCut, build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_schedule, proven_lowest
 from planner.solving.single_flip_search import SingleFlipSearch
-from planner.solving.transfer_windows import widened, without_unneeded
+from planner.solving.transfer_windows import widened
 
 _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
@@ -86,7 +86,7 @@ class _OffloadSearch:
         self.movable = ranked(self.problem)
         self.waiting: list[tuple[float, OffloadReduction, Schedule]] = []
         """Plans of a graph that is not large in which runs wait: what they add to the step, and how they were asked."""
-        self.tried: set[tuple[frozenset[int], int, float, bool]] = set()
+        self.tried: set[tuple[frozenset[int], int, float]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
         known = incumbent.schedule.offloads if incumbent.schedule is not None else ()
@@ -102,7 +102,6 @@ class _OffloadSearch:
         chosen = [values for _, values in found]
         everything = first_within(problem, self.movable)
         self.attempt(chosen[0], share=_FIRST_SHARE)
-        self.offload_alone(cuts)
         self.make_room()
         self.attempt(frozenset(), share=_FIRST_SHARE)
         for values in (*chosen[1:], everything):
@@ -135,30 +134,12 @@ class _OffloadSearch:
         self.clock.work(len(cut.model.rows) * _LP_SECONDS_PER_ROW)
         return minimise(cut.model, relax=True)
 
-    def offload_alone(self, cuts: Iterable[int]) -> None:
-        """Plan with offload alone, unless a cut's bound rules out that this is cheaper."""
-        operations = tuple(replace(operation, recomputable=False) for operation in self.problem.graph.operations)
-        fixed = replace(self.problem, graph=replace(self.problem.graph, operations=operations))
-        for step in cuts:
-            cut = None if self.is_over() else build(fixed, step)
-            answer = self.solved(cut) if cut is not None else None
-            if cut is None or answer is None or answer.infeasible:
-                return
-            if answer.bound * cut.scale < self.incumbent.added_seconds:
-                self.attempt(_away(cut, answer), problem=fixed)
-
     def attempt(
-        self,
-        values: frozenset[int],
-        *,
-        spare_bytes: int = 0,
-        price: float = 1e-3,
-        share: float = _TRIAL_SHARE,
-        problem: Problem | None = None,
+        self, values: frozenset[int], *, spare_bytes: int = 0, price: float = 1e-3, share: float = _TRIAL_SHARE
     ) -> bool:
         """Plan the recompute around some offloaded values; return whether that improves the incumbent."""
-        asked = OffloadReduction(problem or self.problem, values, spare_bytes=spare_bytes, price=price)
-        trial = (values, spare_bytes, price, problem is None)
+        asked = OffloadReduction(self.problem, values, spare_bytes=spare_bytes, price=price)
+        trial = (values, spare_bytes, price)
         if trial in self.tried or asked.problem.budget_bytes <= 0 or self.is_over():
             return False
         self.tried.add(trial)
@@ -173,7 +154,6 @@ class _OffloadSearch:
         before = self.incumbent.schedule
         wide = widened(self.problem, asked.invert(found.schedule))
         self.offer(wide)
-        self.offer(without_unneeded(self.problem, wide))
         if len(self.problem.graph.operations) <= _MEDIUM and (waiting := self.problem.evaluate(wide)).stall_seconds > 0:
             self.waiting.append((waiting.added_seconds, asked, found.schedule))
         now = self.incumbent.schedule

@@ -27,7 +27,6 @@ from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
 from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
-from planner.solving.peak_repair import with_lower_peak
 from planner.solving.rerun_set import RerunSet
 from planner.solving.solution_pool import MANY, Member, SolutionPool
 
@@ -58,9 +57,8 @@ _YOUNG_SHARE = 0.35
 _FROM_NOTHING = 4
 """Beside a plan that is near the bound, one of so many rounds starts from nothing all the same."""
 
-_MENDING_SHARE, _DESCENT_SHARE = 0.1, 0.8
-"""Of what is left of the time, at most, for a first plan after a round of annealing that found none: from what that
-ended with, and from the lowest that is known."""
+_DESCENT_SHARE = 0.8
+"""Of what is left of the time, at most, for a first plan after a round of annealing that found none."""
 
 _QUICK_SHARE = 0.15
 """Of what is left of the time, at most, for the plan that a descent begins with."""
@@ -125,23 +123,16 @@ class SearchSolver:
         self.require()
         clock = effort.clock()
 
-        def part(share: float) -> SolveLimits:
-            return replace(effort, time_limit_seconds=max(share * clock.left(), _LEAST_SECONDS), told=clock.work)
-
         def look_lower() -> None:
             if incumbent.take_lowest(self.name):
-                return
-            near = with_lower_peak(problem, rounds.ended(), part(_MENDING_SHARE).clock(), problem.budget_bytes, is_over)
-            if problem.evaluate(near).peak_bytes <= problem.budget_bytes:  # else it is none to go down from
-                incumbent.update(near, self.name)
                 return
             if rounds.number == 1:
                 self.begin_low(incumbent, _QUICK_SHARE * clock.left())
             before = None
             while incumbent.lowest != before and incumbent.schedule is None and clock.left() > 0 and not is_over():
-                before = incumbent.lowest
-                lower = self.descent(incumbent, problem.budget_bytes, part(_DESCENT_SHARE), is_over)
-                incumbent.update(lower, self.name)
+                before, seconds = incumbent.lowest, max(_DESCENT_SHARE * clock.left(), _LEAST_SECONDS)
+                limits = replace(effort, time_limit_seconds=seconds, told=clock.work)
+                incumbent.update(self.descent(incumbent, problem.budget_bytes, limits, is_over), self.name)
 
         rounds = _Rounds(problem, effort.seed)
         rounds.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
@@ -236,15 +227,12 @@ class _Rounds:
         self.number = 0
         self.is_hard = False
         """Whether the last round from nothing found no plan."""
-        self.begun_seconds = 0.0
-        """Time that was left when the population began."""
 
     def search(
         self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool], look_lower: Callable[[], None]
     ) -> None:
         """Anneal until time is up and offer every improvement; search for a lower peak while there is no plan."""
         count = len(self.state.count)
-        self.begun_seconds = clock.left()
         share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
         moves_each = int(min(max(share, _FEWEST_MOVES), _MOST_MOVES))
         while not self.pool.is_exhausted and clock.left() > 0 and not is_over():
@@ -258,31 +246,26 @@ class _Rounds:
             if not start:
                 self.is_hard = math.isinf(self.state.real[self.kernels.BEST])
             self.take_in(incumbent)
-            if self.pool.renewed(keep_best=self.is_hard):
-                self.begun_seconds = clock.left()
             self.number += 1
             if incumbent.schedule is None and clock.left() > 0 and not is_over():
                 look_lower()
 
-    def ended(self) -> Schedule:
-        """Return the schedule at the end of a round, within the budget or not."""
-        return self.reruns.schedule(self.state.reruns[: self.state.whole[self.kernels.RERUNS]])
-
     def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:
         """Return the keys that a round starts from, and its initial temperature.
 
-        Until there are many, or for a share of the time,
-        it starts from nothing, or mostly from the best where that is near the bound, or from nothing none is found:
-        plans of another kind are then none to look for. After that two are crossed.
+        Until there are many, or for a share of the time, it starts from nothing, or mostly from the best where that is
+        near the bound, or from nothing none is found: plans of another kind are then none to look for. After that two
+        are crossed; where that brings nothing more for long, some rounds start from nothing again.
         """
         pool, warm = self.pool, self.between(_WARM, _WARMER)
-        early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
+        early = clock.left() > (1 - _YOUNG_SHARE) * clock.limit_seconds
+        from_nothing = (self.number + 1) % _FROM_NOTHING == 0
         if len(pool.members) < 2 or (early and len(pool.members) < MANY):
             is_near = incumbent.is_closed(self.far_seconds) or not early or self.is_hard
-            if pool.members and is_near and (self.number + 1) % _FROM_NOTHING:
+            if pool.members and is_near and not from_nothing:
                 return pool.best.keys, _WARM if self.number == 0 else warm
             return (), _HOT
-        return pool.crossed(), warm
+        return ((), _HOT) if pool.is_stale and from_nothing else (pool.crossed(), warm)
 
     def between(self, least: float, most: float) -> float:
         """Draw a number log-uniformly."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import accumulate
 from operator import add
 
@@ -119,19 +120,13 @@ def _depth_first(graph: TrainingGraph, earlier: Sequence[set[int]]) -> list[int]
 
 def _listed(earlier: Sequence[set[int]], rank: Sequence[int]) -> Order:
     """Topological order that always runs the ready operation of the lowest rank."""
-    followers: list[list[int]] = [[] for _ in earlier]
-    for index, those in enumerate(earlier):
-        for before in those:
-            followers[before].append(index)
-    waits_for = [len(those) for those in earlier]
-    ready = [(rank[index], index) for index, left in enumerate(waits_for) if not left]
-    heapq.heapify(ready)
+    sorter = TopologicalSorter(dict(enumerate(earlier)))
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
     listed: list[int] = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        listed.append(index)
-        for follower in followers[index]:
-            waits_for[follower] -= 1
-            if not waits_for[follower]:
-                heapq.heappush(ready, (rank[follower], follower))
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (rank[index], index))
+        listed.append(heapq.heappop(ready)[1])
+        sorter.done(listed[-1])
     return tuple(listed)

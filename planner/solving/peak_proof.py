@@ -11,7 +11,6 @@ whatever a plan does for all of them it may do for some. So a set can stand for 
 
 - A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
 - Two of the values alone may need more than the peak so far; then so do all.
-- What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
 from __future__ import annotations
@@ -20,18 +19,13 @@ import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from itertools import accumulate, combinations, islice
 
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.solving.recompute_search import RecomputeSearch, members, set_of
 
-_FOLLOWED, _PLAIN_LOOKS = 12, 1500
-"""Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first
-bound, which is quick."""
-
 _LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARES = 200, 80_000, (0.01, 0.3)
-"""Sets that are looked at then, for each operation and at most; and of what is left of them for one operation, at
+"""Sets that are looked at, for each operation and at most; and of what is left of them for one operation, at
 first and where that did not do: always the same work. A look takes about twenty microseconds."""
 
 _LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
@@ -48,12 +42,6 @@ Live = frozenset[int]
 _NOTHING: Live = frozenset()
 
 
-class _Care(IntEnum):
-    """How sets of values are reduced before a bound: not at all, by recomputable values, and by pairs too."""
-
-    NONE, VALUES, PAIRS = range(3)
-
-
 def proven_by_last_births(
     graph: TrainingGraph, costs: Sequence[OperationCost], first_run_bytes: Sequence[int]
 ) -> tuple[int, int]:
@@ -64,15 +52,6 @@ def proven_by_last_births(
     """
     best = max(((size_bytes, -index) for index, size_bytes in enumerate(first_run_bytes)), default=(0, 0))
     proof = Births(graph, costs, _SMALL * best[0])
-    promising: list[tuple[int, int]] = []
-    for index, size_bytes in enumerate(first_run_bytes):
-        proof.before(index)
-        promising.append((proof.plain_peak(size_bytes, looks=1), -index))
-    # What is lower than the best does not matter: all of that is as good as the highest of it.
-    for _, negative in heapq.nlargest(_FOLLOWED, promising):
-        proof.before(-negative)
-        least_bytes = max(first_run_bytes[-negative], best[0] - 1)
-        best = max(best, (proof.plain_peak(least_bytes, looks=_PLAIN_LOOKS), negative))
     looks = min(_LOOKS_PER_OPERATION * len(first_run_bytes), _MOST_LOOKS)
     left = list(range(len(first_run_bytes)))
     for share in _SHARES:
@@ -105,14 +84,6 @@ class Births:
         made = [sum(self.sizes[u] for u in o.outputs if graph.values[u].retained) for o in graph.operations]
         self.retained_bytes = list(accumulate(made))
         """Up to and with each operation."""
-        self.needs = list[int]()
-        """For each operation, as bits, those that must run before it can."""
-        for operation in graph.operations:
-            makers = {self.producer[u] for u in operation.inputs}
-            bits = 0
-            for maker in makers:
-                bits |= self.needs[maker] | 1 << maker
-            self.needs.append(bits)
         self.irreplaceable = [
             u
             for u, maker in enumerate(self.producer)
@@ -149,8 +120,6 @@ class Births:
             self.beside_bytes[u] = 0
         self.makers = [self.producer[u] for u in standing]
         self.standing_bytes = [0, *accumulate(self.sizes[u] for u in standing)]
-        self.reached: set[Live] = set()
-        """What is there at some moment of a plan that no bound so far is above."""
         self.ways: dict[int, deque[tuple[Live, int]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         """For a value, from which others it can be made, and in how many bytes beside them."""
         self.vain: dict[int, deque[tuple[Live, Live, int]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
@@ -158,43 +127,33 @@ class Births:
         self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
         """What two values need at least, and the peak at which that was asked."""
 
-    def plain_peak(self, first_run_bytes: int, looks: int) -> int:
-        """Return the least peak before an operation, at least the given one, within a number of steps."""
-        self.looks = looks
-        return self._least(self.inputs[self.index], first_run_bytes, looks, _Care.NONE)
-
     def least_peak(self, first_run_bytes: int) -> int:
-        """Like :meth:`plain_peak`, with reduced sets, within the steps that are left."""
-        return self._least(self.inputs[self.index], first_run_bytes, self.looks, _Care.PAIRS)
+        """Return the least peak before an operation, at least the given one, within the steps that are left."""
+        return self._least(self.inputs[self.index], first_run_bytes, self.looks, by_pairs=True)
 
-    def _least(self, start: Live, peak_bytes: int, looks: int, care: _Care) -> int:
-        """Return the least peak of a set of live values, within a number of steps.
+    def _least(self, start: Live, peak_bytes: int, looks: int, *, by_pairs: bool) -> int:
+        """Return the least peak of a set of live values, within a number of steps; its pairs may be asked first.
 
         The lowest so far come first; of those that are as low, the ones that are nearest to nothing. The method is
         Dijkstra's, with the highest of a way in place of its length.
         """
         queue: list[tuple[int, int, int, Live]] = [(peak_bytes, 0, 0, start)]
         seen = {start: peak_bytes}
-        came_from: dict[Live, Live] = {}
         number = 0
         last = self.looks - looks
         while True:
             peak, _, _, live = heapq.heappop(queue)
             if peak > seen[live]:
                 continue
-            if care and (fewer := self._simplest(live, peak)) != live:
+            if (fewer := self._simplest(live, peak)) != live:
                 if seen.get(fewer, peak + 1) <= peak:
                     continue
-                seen[fewer], came_from[fewer] = peak, live
+                seen[fewer] = peak
                 live = fewer
-            if not live or live in self.reached:
-                if care is _Care.PAIRS or (care and peak == peak_bytes):  # then the bound is no lower
-                    self._reach(live, came_from)
-                return peak
-            if self.looks <= last:
+            if not live or self.looks <= last:
                 return peak
             self.looks -= 1
-            if care is _Care.PAIRS and (needed := self._by_pairs(live, peak)) > peak:
+            if by_pairs and (needed := self._by_pairs(live, peak)) > peak:
                 seen[live] = needed
                 number += 1
                 heapq.heappush(queue, (needed, len(live), number, live))
@@ -202,17 +161,10 @@ class Births:
             for size_bytes, earlier in self.births(live):
                 highest = max(peak, size_bytes)
                 if highest < seen.get(earlier, highest + 1):
-                    seen[earlier], came_from[earlier] = highest, live
+                    seen[earlier] = highest
                     number += 1
-                    near = sum(map(self.beside_bytes.__getitem__, earlier)) if care else len(earlier)
+                    near = sum(map(self.beside_bytes.__getitem__, earlier))
                     heapq.heappush(queue, (highest, near, number, earlier))
-
-    def _reach(self, live: Live, came_from: dict[Live, Live]) -> None:
-        """Remember the sets on a path that was found."""
-        while live in came_from:
-            self.reached.add(live)
-            live = came_from[live]
-        self.reached.add(live)
 
     def births(self, live: Live) -> Iterator[tuple[int, Live]]:
         """Return, for each run that may have produced one of these values last, the sets live in it and before it.
@@ -237,7 +189,7 @@ class Births:
         for pair in combinations(sorted(live), 2):
             needed, asked = self.pairs.get(pair, (0, -1))
             if needed <= peak_bytes and asked < peak_bytes:
-                needed = self._least(frozenset(pair), peak_bytes, min(_LOOKS_FOR_TWO, self.looks), _Care.VALUES)
+                needed = self._least(frozenset(pair), peak_bytes, min(_LOOKS_FOR_TWO, self.looks), by_pairs=False)
                 self.pairs[pair] = needed, peak_bytes
             if needed > peak_bytes:
                 return needed
@@ -302,8 +254,7 @@ class Births:
     def _can_be_made(self, value: int, held: Live, room_bytes: int) -> bool:
         """Whether a value was found to be recomputable from others, which stay live, in so many further bytes.
 
-        Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other;
-        and where the latest of a set is needed by none of it and its maker reads no more than it makes, from there.
+        Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other.
         """
         if self._can_be_made_alone(value, held, room_bytes):
             return True
@@ -349,12 +300,7 @@ class Births:
     ) -> Iterator[tuple[int, int, Live]]:
         """Return the births within so many bytes beside others, and the bytes live before each."""
         size_of = self.beside_bytes.__getitem__
-        makers = {self.producer[u] for u in live}
-        needed = 0
-        for maker in makers:
-            needed |= self.needs[maker]
-        found: list[tuple[int, int, Live]] = []
-        for maker in sorted(makers, reverse=True):
+        for maker in sorted({self.producer[u] for u in live}, reverse=True):
             if not self.graph.operations[maker].recomputable:
                 continue
             more = self.touched[maker] - live
@@ -363,11 +309,7 @@ class Births:
             if size_bytes > room_bytes:
                 continue
             earlier = ((live - self.outputs[maker]) | self.inputs[maker]) - held
-            left_bytes = sum(map(size_of, earlier))
-            if left_bytes <= live_bytes and not needed >> maker & 1:
-                return iter([(size_bytes, left_bytes, earlier)])
-            found.append((size_bytes, left_bytes, earlier))
-        return iter(found)
+            yield size_bytes, sum(map(size_of, earlier)), earlier
 
     def _large(self, values: Sequence[int]) -> Live:
         return frozenset(u for u in values if self.sizes[u] > self.least_bytes)

@@ -6,14 +6,14 @@ somewhere under it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import add
+from operator import attrgetter
 
 from planner.common.limits import Clock
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from planner.ir.simulator import Copy, lifetimes
 
 _SECONDS_PER_RUN = 1e-5
 """About what it takes to look at a schedule, for each of its runs."""
@@ -39,71 +39,35 @@ def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
 
 
 class Layout:
-    """A schedule with the lifetimes of all copies and the bytes at each position.
-
-    The same rules as :func:`planner.ir.simulator.simulate`, laid out for asking questions about one
-    position; building one is O(runs x (inputs + outputs)).
-    """
+    """A schedule as the simulator sees it, laid out for asking questions about one position. O(runs x reads)."""
 
     def __init__(self, problem: Problem, order: Sequence[int]) -> None:
-        self.problem = problem
-        self.order = order
-        graph, costs = problem.graph, problem.costs
-        operations, values = graph.operations, graph.values
-        end = len(order) - 1
-        current = [-1] * len(values)
-        self.copies_of: list[list[int]] = [[] for _ in values]
-        self.value: list[int] = []
-        self.born: list[int] = []
-        self.died: list[int] = []
-        self.reads: list[list[int]] = []
-        change = [0] * (end + 2)
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        born, died, reads, value_of = self.born, self.died, self.reads, self.value
-        for position, index in enumerate(order):
-            operation = operations[index]
-            for u in operation.inputs:
-                reads[current[u]].append(position)
-            for u in operation.outputs:
-                if current[u] >= 0 and values[u].retained:
-                    change[position] += values[u].size_bytes
-                    change[position + 1] -= values[u].size_bytes
-                    continue
-                current[u] = len(born)
-                self.copies_of[u].append(len(born))
-                value_of.append(u)
-                born.append(position)
-                died.append(end if values[u].retained else position)
-                reads.append([])
-            if index in first:
-                last[index] = position
-            else:
-                first[index] = position
-        for copy, u in enumerate(value_of):
-            if reads[copy] and not values[u].retained:
-                died[copy] = reads[copy][-1]
-            size = values[u].size_bytes
-            change[born[copy]] += size
-            change[died[copy] + 1] -= size
-        for index, position in last.items():
-            change[first[index]] += operations[index].state_bytes
-            change[position + 1] -= operations[index].state_bytes
-        self.first = first
-        self.bytes = list(map(add, accumulate(change), (costs[index].workspace_bytes for index in order)))
+        graph, schedule = problem.graph, Schedule(tuple(order))
+        self.problem, self.order = problem, order
+        self.first = schedule.first_runs()
+        self.bytes = problem.evaluate(schedule).timeline_bytes
         self.peak_bytes = max(self.bytes, default=0)
+        self.reads: list[list[int]] = [[] for _ in graph.values]
+        """By value, where it is read."""
+        for position, index in enumerate(order):
+            for u in graph.operations[index].inputs:
+                self.reads[u].append(position)
+        self.copies = lifetimes(graph, schedule)
+        self.copies_of: list[list[Copy]] = [[] for _ in graph.values]
+        for copy in self.copies:  # a retained value that is made again is gone at once
+            if not (graph.values[copy.value].retained and self.copies_of[copy.value]):
+                self.copies_of[copy.value].append(copy)
 
-    def copy_at(self, value: int, position: int) -> int:
+    def copy_at(self, value: int, position: int) -> Copy:
         """Return the newest copy of a value made before a position."""
         copies = self.copies_of[value]
-        return copies[bisect_right(copies, position - 1, key=self.born.__getitem__) - 1]
+        return copies[bisect_left(copies, position, key=attrgetter("born")) - 1]
 
 
-def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
+def _rerun(layout: Layout, value: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
     """Plan to recompute a value before ``target`` instead of holding it across ``peak``: runs, bytes freed, seconds."""
     problem = layout.problem
     operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
-    value = layout.value[copy]
     density = problem.costs[producer[value]].seconds / max(values[value].size_bytes, 1)
     freed = values[value].size_bytes
     stack = [producer[value]]
@@ -122,7 +86,7 @@ def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int]
             if maker in chosen:
                 continue
             old = layout.copy_at(u, target)
-            if layout.died[old] >= target or layout.died[old] > peak:
+            if old.died >= target or old.died > peak:
                 continue
             size = values[u].size_bytes
             if not operations[maker].recomputable or size * density <= problem.costs[maker].seconds * 0.5:
@@ -136,22 +100,15 @@ def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int]
 
 
 def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
-    """Return the copies that are idle at a position, each with the position of its next read."""
+    """Return the values that are idle at a position, each with the position of its next read."""
     found = []
     values = layout.problem.graph.values
-    for copy, born in enumerate(layout.born):
-        if born >= peak:
-            break
-        if layout.died[copy] <= peak:
-            continue
-        u = layout.value[copy]
-        if values[u].retained or not values[u].size_bytes:
-            continue
-        reads = layout.reads[copy]
-        place = bisect_right(reads, peak)
-        if place and reads[place - 1] == peak:
-            continue
-        found.append((copy, reads[place]))
+    for copy in layout.copies:
+        u, reads = copy.value, layout.reads[copy.value]
+        if copy.born < peak < copy.died and values[u].size_bytes and not values[u].retained:
+            place = bisect_left(reads, peak)
+            if reads[place] != peak:
+                found.append((u, reads[place]))
     return found
 
 
@@ -169,8 +126,8 @@ def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[li
         peak = layout.bytes.index(layout.peak_bytes)
         over = layout.peak_bytes - problem.budget_bytes
         offers = []
-        for copy, target in _idle(layout, peak):
-            offer = _rerun(layout, copy, peak, target)
+        for value, target in _idle(layout, peak):
+            offer = _rerun(layout, value, peak, target)
             if offer is not None and offer[1] > 0:
                 runs, freed, seconds = offer
                 offers.append(((seconds + 1e-12) / min(freed, over), target, runs, freed))
@@ -232,9 +189,10 @@ def _can_go(layout: Layout, position: int) -> bool:
     for u in graph.operations[layout.order[position]].outputs:
         if graph.values[u].retained or not graph.values[u].size_bytes:
             continue
-        if not layout.reads[layout.copy_at(u, position + 1)]:
+        again = layout.copy_at(u, position + 1)
+        start = layout.copy_at(u, position).died + 1
+        if again.died == again.born:
             continue
-        start = layout.died[layout.copy_at(u, position)] + 1
         if start < position and max(layout.bytes[start:position]) + graph.values[u].size_bytes > budget_bytes:
             return False
     return True

@@ -18,7 +18,7 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes
 from planner.solving.offload_reduction import OffloadReduction
-from planner.solving.transfer_windows import widened, without_unneeded
+from planner.solving.transfer_windows import widened
 
 Gone = frozenset[tuple[int, int]]
 """Values, each with an operation of the base order at whose begin it is let go."""
@@ -126,6 +126,5 @@ class SingleFlipSearch:
         if evaluation.peak_bytes > problem.budget_bytes or evaluation.host_bytes > problem.host.budget_bytes:
             return None
         wide = widened(problem, tight)
-        plans = (wide, without_unneeded(problem, wide))
-        costs = [(found.added_seconds, found.peak_bytes) for found in map(problem.evaluate, plans)]
-        return min(zip(costs, plans, strict=True), key=lambda found: found[0])
+        found = problem.evaluate(wide)
+        return (found.added_seconds, found.peak_bytes), wide

@@ -33,21 +33,6 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
     return min(found, key=cost)
 
 
-def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:
-    """Keep offloaded values on the device where the budget has room for them throughout."""
-    live = list(problem.evaluate(schedule).timeline_bytes)
-    kept: list[Offload] = []
-    for offload in sorted(schedule.offloads, key=lambda o: o.returns[0] - o.leaves):
-        size = problem.graph.values[offload.value].size_bytes
-        away = range(offload.leaves, offload.returns[0])
-        if len(offload.returns) > 1 or any(live[q] + size > problem.budget_bytes for q in away):
-            kept.append(offload)
-            continue
-        for q in away:
-            live[q] += size
-    return Schedule(schedule.order, tuple(sorted(kept, key=lambda o: o.value)))
-
-
 class _Windows:
     """The transfers of one order, and the live bytes at each position, while windows are widened."""
 

@@ -203,6 +203,13 @@ def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress
     return incumbent.solution(what="no choice of checkpointed modules keeps")
 
 
+def lowest_choice(problem: Problem, clock: Clock) -> Schedule:
+    """Return the choice of a problem's regions with the lowest peak found."""
+    assert problem.regions is not None
+    chooser = Chooser(problem, variants_of(problem.regions, problem.graph, problem.costs), clock)
+    return chooser.schedule(chooser.lowest())
+
+
 def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
     """Return each region followed by its variants, which keep the outputs of some operations."""
     return tuple(variant for region in regions for variant in (region, *_selective_variants(region, graph, costs)))
