@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,12 @@ def required() -> None:
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 only_fake = pytest.mark.skipif(not FAKE, reason="counts what the stand-ins see")
+
+
+def run(code: str, **surroundings: str) -> str:
+    """Run Python in a process of its own, with more variables around it, and return what it prints."""
+    asked = {"env": {**os.environ, **surroundings}, "cwd": Path(__file__).parents[2], "text": True, "check": True}
+    return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, **asked).stdout
 
 
 @dataclass(frozen=True)
