@@ -26,8 +26,8 @@ from tests.tiers import tiered
 SIZES = (128, 512, 16, 512)
 
 
-# Inductor calls a C++ compiler, and 'auto' is 'graph' here.
-@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor", "inductor_blocks", "auto"]))
+# Blocks and parts keep their prediction below, where sizes change.
+@pytest.fixture(params=tiered(runtimes.names(), quick=["graph", "modules"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 
@@ -56,6 +56,7 @@ def test_real_steps_keep_the_prediction(runtime: runtimes.Runtime) -> None:
         assert 0.999 * plan.baseline_peak_bytes <= proof.baseline_peak_bytes <= plan.baseline_peak_bytes
 
 
+@pytest.mark.parametrize("runtime", tiered(runtimes.names(), quick=["graph", "modules", "parts"]), indirect=True)
 def test_a_wrapped_model_trains_and_leaves_no_trace(runtime: runtimes.Runtime) -> None:
     model, x = Stack(2, block=partial(perceptron, dropout=0.1)), rows(512)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -211,7 +212,7 @@ OF_OUTPUTS = {
 
 @pytest.mark.parametrize(
     ("name", "of"),
-    tiered(product(runtimes.names(), OF_OUTPUTS), quick=[("graph", "the result"), *product(EXACT, ["both"])]),
+    tiered(product(runtimes.names(), OF_OUTPUTS), quick=[*product(EXACT, ["both"])]),
 )
 def test_the_loss_says_which_outputs_count(name: str, of: str) -> None:
     """The first step keeps to the plan too: nothing of it is run again for a gradient that was not expected."""

@@ -64,7 +64,8 @@ class Routed(nn.Module):
         return x * self.fall(F.silu(left) * right).sigmoid()
 
 
-@pytest.mark.parametrize("block", tiered([attends, perceptron, Routed], quick=[attends]))
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [attends, perceptron, Routed])
 def test_operations_that_stand_for_code_hold_what_the_code_holds(
     block: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,8 +120,8 @@ def test_switching_back_and_forth_comes_back_to_the_plans() -> None:
 
 def test_another_type_is_captured_again(model: Any) -> None:
     small = planner.plan_of(model)
-    assert check(model.double(), data(torch.float64)).baseline_peak_bytes > 1.8 * small.baseline_peak_bytes
-    check(model.bfloat16(), data(torch.bfloat16))  # dropout of one half: its factor is exact in 16 bits
+    plan = check(model.bfloat16(), data(torch.bfloat16))  # dropout of one half: its factor is exact in 16 bits
+    assert plan.baseline_peak_bytes < 0.6 * small.baseline_peak_bytes
 
 
 def test_another_device(model: nn.Module) -> None:

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_heads_are_planned_in_another_order() -> None:
     model, x = Heads(6), rows()
     asked = {"activation_budget": "25%", "cost_model": "roofline", "deterministic": True, "time_limit_seconds": 0.5}

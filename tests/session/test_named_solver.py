@@ -29,7 +29,7 @@ class Perceptrons(Stack):
     """Without norms: where they cannot be captured whole, modules that run again do as well as captured parts."""
 
     def __init__(self) -> None:
-        super().__init__(3, lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)))
+        super().__init__(4, lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)))
 
 
 class Branching(Perceptrons):
