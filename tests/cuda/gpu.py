@@ -30,8 +30,11 @@ only_fake = pytest.mark.skipif(not FAKE, reason="counts what the stand-ins see")
 
 def run(code: str, **surroundings: str) -> str:
     """Run Python in a process of its own, with more variables around it, and return what it prints."""
-    asked = {"env": {**os.environ, **surroundings}, "cwd": Path(__file__).parents[2], "text": True, "check": True}
-    return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, **asked).stdout
+    env, root = {**os.environ, **surroundings}, Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=root, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from planner.common.limits import SolveLimits
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give solvers a twentieth of their time: of what they find, nothing is compared that this changes."""
+    """Give solvers a fifth of their time: of what they find, nothing is compared that this changes."""
     clock = SolveLimits.clock
     monkeypatch.setattr(
-        SolveLimits, "clock", lambda asked: clock(replace(asked, time_limit_seconds=asked.time_limit_seconds / 20))
+        SolveLimits, "clock", lambda asked: clock(replace(asked, time_limit_seconds=asked.time_limit_seconds / 5))
     )

@@ -20,13 +20,13 @@ import torch._dynamo
 from planner.common.limits import SolveLimits
 
 def hurried(limits, clock=SolveLimits.clock, replace=dataclasses.replace):
-    return clock(replace(limits, time_limit_seconds=limits.time_limit_seconds / 20))
+    return clock(replace(limits, time_limit_seconds=limits.time_limit_seconds / 5))
 
 SolveLimits.clock = hurried
 torch._dynamo.config.run_gc_after_compile = False
 gc.freeze()
 """
-"""Solvers get a twentieth of their time: of what they find, nothing is compared that this changes. And what is imported
+"""Solvers get a fifth of their time: of what they find, nothing is compared that this changes. And what is imported
 is not walked by each of the many collections of garbage to come."""
 
 

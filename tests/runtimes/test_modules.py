@@ -211,7 +211,7 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     assert_gradients(plain, wrapped)
 
 
-@pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'")
+@pytest.mark.filterwarnings("ignore:.* in place of", "ignore:what .* depends on data")
 @pytest.mark.parametrize("runtime", tiered(["modules", "auto"], quick=["modules"]))
 def test_a_frozen_model_runs_as_it_is_until_it_trains_again(runtime: str) -> None:
     model = Branching().requires_grad_(False)
