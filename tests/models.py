@@ -98,7 +98,7 @@ class Convolutions(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(self.blocks(x))
+        return mean_square(self.blocks(x.to(memory_format=self.order)))
 
 
 class Heads(nn.Module):

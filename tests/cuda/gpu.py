@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,15 @@ def required() -> None:
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 only_fake = pytest.mark.skipif(not FAKE, reason="counts what the stand-ins see")
+
+
+def run(code: str, **surroundings: str) -> str:
+    """Run Python in a process of its own, with more variables around it, and return what it prints."""
+    env, root = {**os.environ, **surroundings}, Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=root, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +46,4 @@ def test_it_counts_what_torch_counts(kind: type[Allocator], sequences: int) -> N
         "from tests.cuda.test_allocator import differences",
         f"assert not (found := differences({kind.__name__}, {sequences})), found",
     ]
-    surroundings = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting}
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], env=surroundings, cwd=root, check=True)
+    gpu.run("\n".join(lines), PYTORCH_CUDA_ALLOC_CONF=setting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import fx
 
@@ -38,12 +37,3 @@ def test_the_host_waits_twice_however_often_an_operation_runs() -> None:
             assert profiling._time(node, node.target, HERE, trials, elsewhere).runs == runs
             waits.append(gpu.calls().synchronisations - before.synchronisations)
     assert waits[0] == waits[1] <= 2
-
-
-def test_numbers_are_random_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *size, **options: drawn.append(size) or randn(*size, **options))
-    with operands.running_alone(HERE):
-        operands.arguments(product(), HERE)
-    assert drawn == [(256 * 256,)]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,16 +31,9 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, strides: tuple[int, 
 
 
 @pytest.mark.parametrize("name", tiered(["h100", "a100-80", "rtx-4090", "rtx-5090", "b200"], quick=["h100"]))
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    ],
-)
+@pytest.mark.parametrize("settings", [{}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}])
 @gpu.only_fake
 def test_what_matrix_libraries_keep(name: str, settings: dict[str, str]) -> None:
-    surroundings = {**os.environ, "FAKE_GPU": name, **settings}
     lines = [
         "import torch; from planner.capture.operands import settle; from planner.measure import cuda_settings, devices",
         "settle(torch.device('cuda')); spec = devices.here(torch.device('cuda'))",
@@ -52,8 +41,7 @@ def test_what_matrix_libraries_keep(name: str, settings: dict[str, str]) -> None
         "assert sum(cuda_settings.pieces(spec)) == spec.library_bytes",
         "assert sorted(b['requested_size'] for b in blocks) == sorted(cuda_settings.pieces(spec)), (blocks, spec)",
     ]
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], env=surroundings, cwd=root, check=True)
+    gpu.run("\n".join(lines), FAKE_GPU=name, **settings)
 
 
 def call(operator: Any, *arguments: Any) -> fx.Node:

@@ -26,7 +26,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("seed", tiered(SEEDS, quick=(5, 12)))
+@pytest.mark.parametrize("seed", tiered(SEEDS, quick=(12,)))
 def test_a_random_model_keeps_every_promise(seed: int) -> None:
     outcome = check(seed)
     assert not outcome.failures, f"{outcome}\n{source.write(seed)}"

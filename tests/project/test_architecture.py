@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.capture_speedups",
@@ -47,14 +46,8 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 ONLY_IN = {
     "pulp": ("planner.solving.milp",),
     "highspy": ("planner.solving.milp",),
-    "networkx": (
-        "planner.transforms.chunk_region",
-        "planner.capture.planned_graph_internals",
-    ),
-    "rich": (
-        "planner.report",
-        "planner.commands._terminal",
-    ),
+    "networkx": ("planner.transforms.chunk_region", "planner.capture.planned_graph_internals"),
+    "rich": ("planner.report", "planner.commands._terminal"),
     "jinja2": ("planner.report",),
     "plotext": ("planner.report.curve_chart",),
     "transformers": ("planner.zoo.transformers",),
@@ -148,11 +141,6 @@ def test_private_modules_of_torch_are_imported_in_one_place_only():
 
 def test_private_attributes_of_other_objects_are_touched_in_one_place_only():
     assert _violations(_foreign_private_attributes, set(MODULES) - PRIVATE_TORCH) == {}
-
-
-def test_modules_stay_short():
-    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
-    assert {name: length for name, length in lengths.items() if length >= LINES_AT_MOST} == {}
 
 
 def test_what_is_public_says_what_it_does():

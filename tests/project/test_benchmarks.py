@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from benchmarks import (
     gpu,
     libraries,
     peers,
-    sizes,
     trial,
 )
 from benchmarks.libraries import architectures
@@ -154,37 +152,6 @@ def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
     assert comparison.error_of([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2533 * 0.3 / 1.349 / 5**0.5)
 
 
-def test_sizes_trains_beside_plain_and_says_what_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = sizes.Case(
-        "layers in a row", lambda: _Rows(), lambda: [{"x": torch.randn(n, 32)} for n in (64, 48, 56, 40, 64)], share=0.9
-    )
-    monkeypatch.setattr(sizes, "CASES", {"rows": small})
-    file = tmp_path / "sizes.json"
-    sizes.main(["--json", str(file)])
-    (row,) = _results(file)["rows"]
-    assert (row["steps"], row["sizes"], len(row["captures"]), row["over_budget"]) == (5, 4, 2, 0)
-    assert row["losses_equal"] == 5 and row["captured_alone_equal"] == 2 and len(row["peaks"]) == 4
-    assert "| rows | 5 | 4 | 2 |" in file.with_suffix(".md").read_text()
-    slow = {**row, "captures": ["captured"] * 3, "over_budget": 1, "captured_alone_equal": 1}
-    assert [*sizes.missed({**slow, "begun": {"reused": {"sizes": 1, "median_seconds": 0.06}}})] == [
-        "3 captures",
-        "1 sizes over the budget",
-        "other bits than captured alone",
-        "a new size took 0.06 s (plan reused)",
-    ]
-
-
-class _Rows(nn.Module):
-    """Layers whose sizes follow from one number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "123"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
 class Dropping(nn.Module):
     """Dropout, which eager draws on a CPU as a mask of floats and a captured step as one of truths."""
 
@@ -224,38 +191,10 @@ def _dying() -> trial.Case:
     return trial.Case(Dying(), lambda: ((torch.randn(2),), {}))
 
 
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(context: object, name: str, make: Callable[[], trial.Case], limits: tuple[float, float, int]) -> Any:
-        return {"model": name, **trial.tried(make, limits[1]), "seconds": 0.0}
-
-    monkeypatch.setattr(coverage, "_row", row)
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_every_architecture_can_be_sent_to_a_process_of_its_own() -> None:
     diffused = dict(libraries._diffusers())  # built only where diffusers is installed
     for name, make in (architectures() | diffused).items():
         assert pickle.loads(pickle.dumps(make)).func is make.func, name
-
-
-def test_coverage_trains_beside_eager_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "coverage.json"
-    names = ["module/numpy-noise", "module/feature-queue"]
-    assert set(names) < architectures().keys()
-    arguments = ["--models", ",".join(names), "--time-limit", "0.2", "--json", str(file)]
-    assert coverage.main(arguments) == 0
-    result = _results(file)
-    rows = result["models"]
-    assert [(row["model"], row["status"]) for row in rows] == [(name, "run") for name in names]
-    assert [row["runtime"] for row in rows] == ["parts", "graph"]
-    assert all(row["bitwise_equal"] and not row["touched"] and len(row["steps"]) == 5 for row in rows)
-    assert "numpy" in rows[0]["reason"] and any("runtime 'parts'" in warning for warning in rows[0]["warnings"])
-    assert "| architectures | 2 |" in file.with_suffix(".md").read_text()
-
-    monkeypatch.setattr(coverage, "_row", None)  # nothing is run again
-    assert coverage.main([*arguments, "--resume"]) == 0
-    assert _results(file)["models"] == rows
 
 
 def test_coverage_fails_where_a_promise_is_broken() -> None:

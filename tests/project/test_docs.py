@@ -19,6 +19,7 @@ from planner.extras import pipelines
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+FRONT = ("README", "CONTRIBUTING", "CHANGELOG")
 PUBLIC = {name: getattr(of, name) for of in (planner, pipelines) for name in of.__all__}
 
 
@@ -66,7 +67,7 @@ def test_what_people_call_is_described_in_full(public):
         assert ("\nReturns\n-------\n" in (inspect.getdoc(public) or "")) == returns
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in FRONT)], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
     text = page.read_text(encoding="utf-8")
     for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
@@ -84,6 +85,7 @@ def test_every_block_of_python_is_run_by_some_test():
     assert shown == by_parts | by_readme | by_ranks | {"quick-start.md"}
 
 
+@pytest.mark.usefixtures("hurried")
 def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")
@@ -96,6 +98,7 @@ def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert Path("model.plan").stat().st_size
 
 
+@pytest.mark.usefixtures("hurried")
 def test_the_quick_start_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")

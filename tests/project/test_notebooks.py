@@ -26,8 +26,8 @@ SolveLimits.clock = hurried
 torch._dynamo.config.run_gc_after_compile = False
 gc.freeze()
 """
-"""Solvers get a fifth of their time: of what they find, nothing is compared that this changes. And what is imported is
-not walked by each of the many collections of garbage to come."""
+"""Solvers get a fifth of their time: of what they find, nothing is compared that this changes. And what is imported
+is not walked by each of the many collections of garbage to come."""
 
 
 def test_there_are_notebooks():

@@ -220,21 +220,6 @@ def test_autocast_around_it_holds_for_plans_made_later() -> None:
         assert_same(*left)
 
 
-@pytest.mark.slow
-def test_a_function_with_its_loss_may_be_compiled() -> None:
-    plain, x = Stack(2, has_loss=False), rows()
-    model, share = copy.deepcopy(plain), backend()
-
-    def loss(one: nn.Module) -> torch.Tensor:
-        return mean_square(one(x))
-
-    compiled = torch.compile(partial(loss), backend=share)
-    for _ in range(2):
-        assert torch.equal(compiled(model), loss(plain))
-        compiled(model).backward()
-    assert share.plans
-
-
 def test_the_first_call_holds_nothing_that_its_callers_let_go() -> None:
     share = backend()
     compiled = torch.compile(Stack(1), backend=share)
@@ -301,12 +286,3 @@ def test_resetting_the_compiler_forgets_the_graphs() -> None:
     assert model.backend.plans
     model.backend.reset()
     assert not model.backend.plans
-
-
-@pytest.mark.slow
-def test_several_models_have_one_budget() -> None:
-    share = backend()
-    models = [Compiled(Stack(1), share) for _ in range(2)]
-    for _ in range(2):
-        torch.stack([model(rows()) for model in models]).sum().backward()
-    assert len(share.plans) == 2

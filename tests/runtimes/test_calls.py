@@ -23,16 +23,6 @@ def called(calls: OpenCalls, model: nn.Module) -> dict[str, torch.Tensor]:
     return outputs
 
 
-def test_a_call_before_the_backward_of_the_last_is_said_once() -> None:
-    model = nn.Linear(3, 3)
-    calls = OpenCalls(model)
-    held = [called(calls, model)]
-    with pytest.warns(UserWarning, match="Linear is called again before the backward of its last call"):
-        held.append(called(calls, model))
-    with warnings.catch_warnings(action="error"):
-        held.append(called(calls, model))
-
-
 @pytest.mark.filterwarnings("error")
 def test_calls_that_are_over_are_not_said() -> None:
     model = nn.Linear(3, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -73,8 +74,13 @@ def test_without_gradients_it_is_taken_in_whole() -> None:
         assert torch.equal(found, model(rows()))
 
 
-@pytest.mark.parametrize("runtime", tiered(runtimes.names(), quick=["graph", "modules", "regional"]))
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    ("runtime", "fullgraph"),
+    tiered(
+        product(runtimes.names(), [False, True]),
+        quick=[("graph", True), ("graph", False), ("modules", False), ("regional", True)],
+    ),
+)
 def test_its_own_compile_is_refused(runtime: str, fullgraph: bool) -> None:
     model = wrap(Stack(2), runtime)
     model.compile(backend="eager", fullgraph=fullgraph)
@@ -115,16 +121,16 @@ def test_parts_are_not_compiled_where_there_is_no_memory(runtime: str) -> None:
     assert all(installed_call(block) is not None for block in model.blocks)
 
 
-@pytest.mark.parametrize("runtime", ["graph", "parts", "regional"])
+@pytest.mark.parametrize("runtime", tiered(["graph", "parts", "regional"], slow=["parts"]))
 def test_parts_that_are_compiled_before_run_as_planned_and_that_is_said(
     runtime: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
-    plain = Stack(12)
+    plain = Stack(4)
     model = copy.deepcopy(plain)
     for block in model.blocks:
         block.compile(backend="eager")
-    with pytest.warns(UserWarning, match=r"compile\(\) \(blocks.0, blocks.1, blocks.2 and 9 more\)"):
+    with pytest.warns(UserWarning, match=r"compile\(\) \(blocks.0, blocks.1, blocks.2 and 1 more\)"):
         planner.auto_wrap(model, **grouped(activation_budget="80%", runtime=runtime, time_limit_seconds=1.0))
     for _ in range(2):
         assert_same(train(plain, rows()), train(model, rows()))

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from torch import nn
 import planner
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
-from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes import graph as graph_runtime
 from tests.models import Stack, perceptron
 from tests.runtimes.steps import Left, assert_same, beside, wrap_and_hold
 from tests.tiers import tiered
@@ -165,11 +162,12 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "frozen half": _half_frozen,
 }
 
-QUICK = (
-    "native dropout", "attention dropout", "bernoulli", "batch norm", "convolutions", "in place", "mutated buffer",
-    "lstm", "low rank adapter", "tied weights", "frozen half",
-)  # fmt: skip
-"""The others are like one of these: more draws of random numbers, more pointwise functions."""
+QUICK = ("attention dropout", "convolutions", "in place", "mutated buffer", "lstm", "low rank adapter", "tied weights")
+"""The others are like one of these or of ``LOOPS``: more draws of random numbers, more pointwise functions."""
+
+
+SHARES = {"in place": "85%", "low rank adapter": "72%"}
+"""Of eager's activations where three quarters are too few, or so many that nothing is recomputed."""
 
 
 def data(rows: int = ROWS) -> torch.Tensor:
@@ -191,7 +189,7 @@ def run(model: nn.Module, step: Step) -> Left:
     return found
 
 
-IN_16_BITS = "40%"
+IN_16_BITS = "74%"
 """Of those steps, apart from the others: a percentage is of the largest step that a model has taken."""
 
 
@@ -216,7 +214,7 @@ def start_again(model: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-def assert_exact(build: Callable[[], nn.Module], step: Step, share: str = "50%") -> None:
+def assert_exact(build: Callable[[], nn.Module], step: Step, share: str = "75%") -> None:
     """Take the same step without a plan and with one, and compare every bit."""
     plain, wrapped, state = plain_and_wrapped(build, share)
     expected = run(start_again(plain, state), step)
@@ -237,11 +235,11 @@ def one_step(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tens
 
 @pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
 def test_one_step(case: str) -> None:
-    assert_exact(CASES[case], one_step)
+    assert_exact(CASES[case], one_step, SHARES.get(case, "75%"))
 
 
 @pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16], quick=[torch.bfloat16]))
-@pytest.mark.parametrize("case", tiered(AUTOCAST, slow=["plain", "native dropout", "tied weights"]))
+@pytest.mark.parametrize("case", tiered(AUTOCAST, quick=["batch norm"]))
 def test_autocast(case: str, dtype: torch.dtype) -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=dtype):
@@ -252,6 +250,7 @@ def test_autocast(case: str, dtype: torch.dtype) -> None:
     assert_exact(CASES[case], step, IN_16_BITS)
 
 
+@pytest.mark.slow
 def test_low_precision_dropout() -> None:
     in_16_bits = lambda: CASES["native dropout"]().bfloat16()  # noqa: E731
     assert_exact(in_16_bits, lambda model: one_step(model, data().bfloat16()), IN_16_BITS)
@@ -279,7 +278,7 @@ def retains_its_graph(model: nn.Module) -> list[torch.Tensor]:
 def trains(model: nn.Module) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(4):
+    for _ in range(3):
         optimizer.zero_grad()
         losses += one_step(model)
         optimizer.step()
@@ -299,7 +298,7 @@ def differentiates_some_parameters(model: nn.Module) -> list[torch.Tensor]:
 DROPPING, NORMED = "native dropout", "batch norm"
 LOOPS: dict[Step, tuple[str, ...]] = {
     accumulates: (DROPPING, NORMED, "mutated buffer"),
-    runs_twice_before_a_backward: (DROPPING, NORMED, "bernoulli"),
+    runs_twice_before_a_backward: (DROPPING, NORMED),
     retains_its_graph: (DROPPING, NORMED),
     trains: (DROPPING, NORMED),
     differentiates_its_input: (DROPPING,),
@@ -309,7 +308,10 @@ LOOPS: dict[Step, tuple[str, ...]] = {
 
 @pytest.mark.parametrize(
     ("loop", "case"),
-    tiered(((loop, case) for loop, cases in LOOPS.items() for case in cases), slow=[(retains_its_graph, NORMED)]),
+    tiered(
+        [(loop, case) for loop, cases in LOOPS.items() for case in cases],
+        slow=[(loop, NORMED) for loop in (accumulates, retains_its_graph, trains)],
+    ),
 )
 def test_loops(loop: Step, case: str) -> None:
     alone = loop is retains_its_graph  # no model whose graph another backward has let go
@@ -318,21 +320,12 @@ def test_loops(loop: Step, case: str) -> None:
         assert_exact((lambda: CASES[case]()) if alone else CASES[case], loop)
 
 
-def test_loss_outside_the_model() -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        loss = F.mse_loss(model(data()), torch.zeros(ROWS, WIDTH))
-        loss.backward()
-        return [loss]
-
-    assert_exact(lambda: Stack(2, block=BLOCKS["native dropout"], has_loss=False), step)
-
-
 class TwoHeads(nn.Module):
     """A body with two heads, whose outputs a loss may or may not use."""
 
     def __init__(self, scalar: bool = False) -> None:
         super().__init__()
-        self.body = nn.Sequential(*(BLOCKS["native dropout"]() for _ in range(3)))
+        self.body = nn.Sequential(*(BLOCKS["native dropout"]() for _ in range(2)))
         self.left, self.right = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
         self.scalar = scalar
 
@@ -342,11 +335,10 @@ class TwoHeads(nn.Module):
         return {"loss": left.square().mean(), "right": right} if self.scalar else {"left": left, "right": right}
 
 
-@pytest.mark.parametrize("rows", [3 * [ROWS], [ROWS, ROWS - 6, ROWS - 3]], ids=["one size", "sizes that vary"])
-def test_parameters_of_an_unused_output_stay_without_gradient(rows: list[int]) -> None:
+def test_parameters_of_an_unused_output_stay_without_gradient() -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         losses = []
-        for count in rows:
+        for count in (ROWS, ROWS - 6, ROWS):
             loss = model(data(count))["left"].square().mean()
             loss.backward()
             losses.append(loss)
@@ -435,15 +427,6 @@ def test_full_backward_hooks_are_refused() -> None:
         planner.plan(model, data(), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=1.0))
 
 
-def test_forward_hooks_run() -> None:
-    torch.manual_seed(5)
-    hooked = CASES["plain"]()
-    hooked.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2.0)
-    wrapped = planner.auto_wrap(copy.deepcopy(hooked), **grouped(activation_budget="60%", time_limit_seconds=0.5))
-    assert_same(run(hooked, one_step), run(wrapped, one_step))
-    assert planner.plan_of(wrapped).recomputations
-
-
 def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
     eager, model, state = plain_and_wrapped(CASES["native dropout"], "60%")
     start_again(eager, state)
@@ -457,24 +440,3 @@ def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
     assert torch.equal(loss, expected)
     loss.backward()
     model.train(), one_step(model)
-
-
-def test_views_that_show_what_is_there_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves: list[Any] = []
-    monkeypatch.setattr(
-        graph_runtime, "extract_fwd_bwd", lambda *given: halves.append(extract_fwd_bwd(*given)) or halves[-1]
-    )
-
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        result = model(torch.ones(4, 8)).sum()
-        result.backward()
-        return [result]
-
-    plain, wrapped = beside(
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), activation_budget="100%"
-    )
-    assert_same(run(plain, step), run(wrapped, step))
-    ((_, backward),) = halves
-    detached, transposed = torch.ops.aten.detach.default, torch.ops.aten.t.default
-    views = [node.target for node in backward.graph.nodes if node.target in (detached, transposed)]
-    assert views == [transposed] * 2  # for the gradients of the weights

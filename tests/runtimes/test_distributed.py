@@ -15,31 +15,31 @@ import pytest
 
 import planner
 from tests.runtimes.rank.common import FEW_ROWS, LARGER
+from tests.tiers import tiered
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
-SCENARIOS = (
-    "ddp,fsdp2,compiled_blocks,mixed_precision,sharded_first,last_batch,saved,shardings,micro_batches,"
-    "tensor_parallel,divided_experts,divided_sequence,fails_on_rank_0,fails_on_rank_1,"
-    "fails_where_layers_are_shared,differs,wrong_order,1f1b,zero_bubble_v,documented,pipeline_errors,dies"
-)
-"""What ``tests.runtimes.rank`` runs one after the other; a rank that dies comes last."""
-
 MORE_PIPELINES = (
-    "gpipe", "1f1b_without_outputs", "interleaved", "breadth_first", "zero_bubble",
-    "dual_pipe_v",
+    "gpipe", "1f1b_without_outputs", "interleaved", "breadth_first", "zero_bubble", "zero_bubble_v", "dual_pipe_v",
 )  # fmt: skip
 
 RUNS = {
-    "two": (SCENARIOS, 2),
-    "four": ("two_meshes,sharded_pipeline", 4),
-    "pipelines": (",".join(MORE_PIPELINES), 2),
-    "more": ("more_micro_batches", 2),
-    "more_of_four": ("micro_batches_of_four", 4),
+    "two": (
+        "ddp,fsdp2,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,two_meshes,divided_experts,"
+        "divided_sequence,fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,1f1b,"
+        "documented,pipeline_errors,dies",
+        2,
+    ),
+    "more": (
+        "compiled_blocks,sharded_first_in_more_ways,divided_sequence_in_more_ways,more_micro_batches,"
+        + ",".join(MORE_PIPELINES),
+        2,
+    ),
+    "four": ("two_meshes,sharded_pipeline,micro_batches_of_four", 4),
 }
-"""Scenarios, and how many ranks run them."""
+"""Scenarios that are run one after the other, and by how many ranks; a rank that dies comes last."""
 
 Folders = Callable[[str], Path]
 
@@ -121,19 +121,14 @@ def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
         assert result["first"][1] == result["eager_first"][1] == 4  # one for each block
 
 
-def test_blocks_that_are_compiled_run_compiled_as_planned(folder: Path) -> None:
-    for result in results(folder, "compiled_blocks"):
+@pytest.mark.slow
+def test_blocks_that_are_compiled_run_compiled_as_planned(runs: Folders) -> None:
+    for result in results(runs("more"), "compiled_blocks"):
         for way, found in result.items():
             assert found["runtime"] == "inductor_blocks" and found["recomputed"] > 0, way
             assert found["off"] <= 1e-9, way
             assert 0.999 * found["predicted_bytes"] <= found["peak_bytes"] <= found["predicted_bytes"], way
             assert found["predicted_bytes"] <= found["budget_bytes"], way
-
-
-def test_fsdp2_in_mixed_precision_is_planned_anew_in_its_types(folder: Path) -> None:
-    for result in results(folder, "mixed_precision"):
-        check(result)
-        assert result["recomputed"] > 0 and result["peak_bytes"] < result["whole_bytes"]
 
 
 def test_a_sharded_model_takes_a_smaller_last_batch_with_the_plan_that_it_has(folder: Path) -> None:
@@ -147,8 +142,12 @@ def test_a_sharded_model_and_its_optimizer_are_saved_and_loaded_with_and_without
         assert result["equal"] == [True, True] and result["recomputed"] > 0
 
 
-def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(folder: Path) -> None:
-    for result in results(folder, "sharded_first"):
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    tiered([("two", "sharded_first"), ("more", "sharded_first_in_more_ways")], quick=[("two", "sharded_first")]),
+)
+def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(runs: Folders, name: str, scenario: str) -> None:
+    for result in results(runs(name), scenario):
         for types, found in result.items():
             check(found)
             assert found["larger_equal"] if types in LARGER else "larger_equal" not in found, types
@@ -185,15 +184,14 @@ def check_micro_batches(found: dict[str, list[dict[str, Any]]]) -> None:
 
 def test_every_micro_batch_keeps_its_predicted_peak(folder: Path) -> None:
     for result in results(folder, "micro_batches"):
-        assert len(result) == 4
+        assert len(result) == 2
         check_micro_batches(result)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["more", "more_of_four"])
-def test_so_does_every_one_whatever_gradients_wait_for(runs: Folders, name: str) -> None:
-    scenario, ranks = RUNS[name]
-    for result in results(runs(name), scenario, range(ranks)):
+@pytest.mark.parametrize(("name", "scenario"), [("more", "more_micro_batches"), ("four", "micro_batches_of_four")])
+def test_so_does_every_one_whatever_gradients_wait_for(runs: Folders, name: str, scenario: str) -> None:
+    for result in results(runs(name), scenario, range(RUNS[name][1])):
         check_micro_batches(result)
 
 
@@ -219,18 +217,24 @@ def test_ranks_with_other_experts_run_the_same_modules_again_each_within_its_bud
     assert told["message"].startswith("rank 1 failed while it planned its step: NoPlanFitsError: ")
 
 
-def test_what_exchanges_tokens_runs_once_whatever_it_is_written_with(folder: Path) -> None:
-    for result in results(folder, "divided_sequence"):
-        assert len(result) == 4
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    tiered(
+        [("two", "divided_sequence"), ("more", "divided_sequence_in_more_ways")], quick=[("two", "divided_sequence")]
+    ),
+)
+def test_what_exchanges_tokens_runs_once_whatever_it_is_written_with(runs: Folders, name: str, scenario: str) -> None:
+    for result in results(runs(name), scenario):
         for how, found in result.items():
             check(found)
             assert found["recomputed"] and not found["exchanges"], how
             assert not [module for module in found["modules"] if not module.endswith("alone")], how
 
 
+@pytest.mark.parametrize("name", tiered(["two", "four"], slow=["four"]))
 @pytest.mark.parametrize(("mesh", "runtime"), [("layers", "modules"), ("copies", "regional")])
-def test_sharding_goes_with_a_second_mesh(runs: Folders, mesh: str, runtime: str) -> None:
-    found = [result[mesh] for result in results(runs("four"), "two_meshes", range(4))]
+def test_sharding_goes_with_a_second_mesh(runs: Folders, mesh: str, runtime: str, name: str) -> None:
+    found = [result[mesh] for result in results(runs(name), "two_meshes", range(RUNS[name][1]))]
     assert len({result["plan"] for result in found}) == 1
     for result in found:
         check(result)
@@ -249,10 +253,7 @@ def test_every_rank_of_a_pipeline_keeps_its_predicted_peak(folder: Path) -> None
     check_pipeline(found)
 
 
-def test_every_rank_of_a_v_shaped_zero_bubble_schedule_keeps_its_predicted_peak(folder: Path) -> None:
-    check_pipeline(results(folder, "zero_bubble_v"))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_every_rank_of_a_pipeline_of_sharded_stages_keeps_its_predicted_peak(runs: Folders, schedule: str) -> None:
     check_pipeline([result[schedule] for result in results(runs("four"), "sharded_pipeline", range(4))])
@@ -265,7 +266,7 @@ def test_the_pipeline_of_the_documentation_runs(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", MORE_PIPELINES)
 def test_so_does_every_rank_of_other_schedules(runs: Folders, schedule: str) -> None:
-    check_pipeline(results(runs("pipelines"), schedule))
+    check_pipeline(results(runs("more"), schedule))
 
 
 def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path) -> None:

@@ -54,7 +54,11 @@ def not_captured(runtime: str) -> nn.Module:
 
 
 WAYS = (planned, trained, trained_at_several_sizes, unwrapped, not_captured)
-QUICK = [*product(["graph"], WAYS), *product(["modules", "regional"], [trained]), ("auto", not_captured)]
+QUICK = [
+    *product(["graph"], [trained_at_several_sizes, unwrapped]),
+    *product(["modules", "regional"], [trained]),
+    ("auto", not_captured),
+]
 
 
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 from torch._functorch import aot_autograd
-from torch._inductor.scheduler import ExternKernelSchedulerNode
 
 import planner
-from planner.capture import inductor_internals
-from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_with_inductor, missing_compiler
+from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
@@ -25,7 +22,6 @@ from planner.plans import from_solution
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
-from tests.runtimes.steps import measured_bytes
 
 
 class Towers(nn.Module):
@@ -75,28 +71,6 @@ def test_the_peak_is_that_of_the_code():
     assert proof.agrees, proof.differences
 
 
-class Wide(nn.Module):
-    """Dropout of what is largest by far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rise, self.fall = nn.Linear(64, 1024), nn.Linear(1024, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = x + self.fall(F.dropout(self.rise(x).relu(), 0.1))
-        return x.sum()
-
-
-def test_dropout_in_the_code_needs_what_the_operator_of_torch_needs() -> None:
-    """It was counted by what planned graphs call in its place, which takes no copy of the mask: 15% too little."""
-    model, x = Wide(), torch.randn(512, 64)
-    planner.auto_wrap(model, x, **grouped(activation_budget="60%", runtime="inductor", time_limit_seconds=1.0))
-    plan = planner.plan_of(model)
-    predicted_bytes = plan.peak_bytes - plan.total_static_bytes
-    assert 0.99 * predicted_bytes <= measured_bytes(model, x) <= predicted_bytes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.85, 1.05])
 def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float, monkeypatch: pytest.MonkeyPatch):
@@ -138,18 +112,6 @@ def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_it
 
 
 @pytest.mark.slow
-def test_a_budget_below_the_graph_that_its_code_keeps_is_not_refused(monkeypatch: pytest.MonkeyPatch):
-    ask = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(Towers(), inputs(), **grouped(activation_budget="5%", **ask))
-    budget = int(0.95 * refused.value.minimum_feasible_peak_bytes)
-    honest = InductorRuntime._peak_bytes
-    # Really 1.4 times what the graph can be brought to: let the code be one that holds less than that.
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: int(0.6 * honest(*given)))
-    assert planner.plan(Towers(), inputs(), **grouped(budget=budget, **ask)).peak_bytes <= budget
-
-
-@pytest.mark.slow
 def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch, calls: Any):
     honest, graphs = InductorRuntime._peak_bytes, []
 
@@ -177,40 +139,6 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     model = planner.auto_wrap(Towers(), budget=plan)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
         model(inputs())
-
-
-def test_kernels_become_one_only_where_the_plan_keeps_its_order(monkeypatch: pytest.MonkeyPatch):
-    def kernel(name: str, order: int, reads: str = "", after: str = "", kind: type = SimpleNamespace) -> Any:
-        made = kind.__new__(kind)
-        made.min_order, made.ancestors = order, set(after.split())
-        made.get_buffer_names, made.get_operation_names = (lambda: {name}), (lambda: {name})
-        made.read_writes = SimpleNamespace(reads=[SimpleNamespace(name=read) for read in reads.split()])
-        return made
-
-    library = partial(kernel, kind=ExternKernelSchedulerNode)
-    first, product, near = kernel("first", 0), library("product", 2, "first", "first"), kernel("near", 1, "first")
-    waits = kernel("waits", 3, "first product", "first product")  # needs the product
-    large, small, other = kernel("large", 3, "first"), kernel("small", 3, "first"), kernel("other", 3, "input")
-    leaves = kernel("leaves", 3, "first")
-    nodes = [first, near, product, waits, large, small, other, leaves]
-    sizes = {"first": 800, "small": 100}
-    scheduler = SimpleNamespace(
-        name_to_node=dict(enumerate(nodes)),
-        name_to_buf={
-            next(iter(node.get_buffer_names())): SimpleNamespace(
-                node=SimpleNamespace(
-                    get_layout=lambda node=node: SimpleNamespace(
-                        storage_size=lambda: sizes.get(next(iter(node.get_buffer_names())), 101)
-                    )
-                )
-            )
-            for node in nodes
-        },
-    )
-    monkeypatch.setattr(inductor_internals, "_of_outputs", lambda: {"leaves"})
-    written = {"near": near, "waits": waits, "large": large, "small": small, "other": other, "leaves": leaves}
-    may_join = {name for name, node in written.items() if _keeps_the_order(scheduler, first, node)}
-    assert may_join == {"near", "small", "leaves"}
 
 
 class Tied(nn.Module):
@@ -292,6 +220,8 @@ def test_without_a_compiler_nothing_is_begun():
 
 
 def test_a_budget_that_nothing_fits_is_refused_out_of_the_compiler():
-    model = planner.auto_wrap(Towers(), budget=planner.Budget(activations="1%"), runtime="inductor")
+    model = planner.auto_wrap(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU()), budget="1KiB", runtime="inductor", loss_fn=torch.sum
+    )
     with pytest.raises(InfeasibleBudgetError, match="no plan fits"):
-        model(inputs())
+        model(torch.randn(64, 8))

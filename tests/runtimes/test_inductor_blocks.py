@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,32 +23,19 @@ from planner.rewrite.block_code import with_code
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import inductor_blocks
 from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
-from tests.models import Convolutions, Stack, perceptron, rows
+from tests.models import Convolutions, Stack, TransformerBlock, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, hold_peak, train
-from tests.tiers import tiered
 
 ASK: dict[str, Any] = {"runtime": "inductor_blocks", "time_limit_seconds": 1.0, "deterministic": True}
 
 
-class Attends(nn.Module):
-    """Attention and a perceptron, each added to what comes in, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
-        self.mixed, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.rise, self.fall = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.mixed(self.norms[0](x)).chunk(3, -1))
-        x = x + F.dropout(self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)), 0.1)
-        return x + F.dropout(self.fall(F.gelu(self.rise(self.norms[1](x)))), 0.1)
+attends = partial(TransformerBlock, 32, 4, 0.1)
 
 
 class Transformer(nn.Module):
     """Blocks between eager layers."""
 
-    def __init__(self, depth: int, block: Callable[[], nn.Module] = Attends) -> None:
+    def __init__(self, depth: int, block: Callable[[], nn.Module] = attends) -> None:
         super().__init__()
         self.start, self.head = nn.Linear(32, 32), nn.Linear(32, 64)
         self.blocks = nn.ModuleList(block() for _ in range(depth))
@@ -75,7 +63,8 @@ class Routed(nn.Module):
         return x * self.fall(F.silu(left) * right).sigmoid()
 
 
-@pytest.mark.parametrize("block", tiered([Attends, perceptron, Routed], slow=[perceptron]))
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [attends, perceptron, Routed])
 def test_operations_that_stand_for_code_hold_what_the_code_holds(
     block: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +87,8 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
     assert drafted
 
 
-@pytest.mark.parametrize("budget", tiered(["100%", "75%", "60%"], quick=["60%"]))  # a C++ compiler is called
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["100%", "75%", "60%"])  # a C++ compiler is called for each kind of block
 def test_a_step_holds_what_is_said_and_has_the_gradients_of_eager(budget: str) -> None:
     torch.manual_seed(0)
     plain, model = beside(Transformer(4), batch(), activation_budget=budget, **ASK)
@@ -126,8 +116,10 @@ def test_batch_norm_and_convolutions_run_in_blocks() -> None:
 
 def test_equal_blocks_of_which_the_same_is_asked_are_compiled_once(calls: Any) -> None:
     compiled = calls(inductor_blocks, "compile_with_inductor")
-    model = planner.auto_wrap(Stack(8), **grouped(activation_budget="80%", **ASK))
-    model(rows()).backward()
+    plain, model = beside(Stack(4), activation_budget="80%", **ASK)
+    for _ in range(2):
+        assert_same(train(plain, rows()), train(model, rows()), 1e-4)
+    hold_peak(model, rows())
     plan = planner.plan_of(model)
     assert len(compiled) == len({decisions_on(plan, path) for path in blocks_of(plan)}) <= 4
 

@@ -89,18 +89,18 @@ def change_dropout(model: Any) -> None:
 
 
 def replace_forward(model: Any) -> None:
-    model.blocks[2].forward = lambda x: x * 3
+    model.blocks[1].forward = lambda x: x * 3
 
 
-CHANGES = (
-    change_dropout, replace_parameter, replace_data, load_by_assignment, replace_module, add_block, parametrize, freeze,
-    replace_forward, nn.Module.eval,
-)  # fmt: skip
+CHANGES = {
+    "quick": (change_dropout, replace_parameter, replace_module, replace_forward),
+    "more": (replace_data, load_by_assignment, add_block, parametrize, freeze, nn.Module.eval),
+}
 
 
-@pytest.mark.parametrize("changes", [CHANGES[:5], CHANGES[5:]], ids=["of layers", "of the whole"])
-def test_a_change_is_seen_and_captured_again(model: nn.Module, changes: tuple[Callable[[Any], object], ...]) -> None:
-    for change in changes:  # one on top of the other: most of what this takes are captures
+@pytest.mark.parametrize("changes", tiered(CHANGES, slow=["more"]))
+def test_a_change_is_seen_and_captured_again(model: nn.Module, changes: str) -> None:
+    for change in CHANGES[changes]:  # one on top of the other: most of what this takes are captures
         change(model)
         check(model)
 
@@ -120,8 +120,8 @@ def test_switching_back_and_forth_comes_back_to_the_plans() -> None:
 
 def test_another_type_is_captured_again(model: Any) -> None:
     small = planner.plan_of(model)
-    assert check(model.double(), data(torch.float64)).baseline_peak_bytes > 1.8 * small.baseline_peak_bytes
-    check(model.bfloat16(), data(torch.bfloat16))  # dropout of one half: its factor is exact in 16 bits
+    plan = check(model.bfloat16(), data(torch.bfloat16))  # dropout of one half: its factor is exact in 16 bits
+    assert plan.baseline_peak_bytes < 0.6 * small.baseline_peak_bytes
 
 
 def test_another_device(model: nn.Module) -> None:
@@ -163,6 +163,7 @@ def test_hooks_on_all_modules_that_are_added_later_run(model: Any) -> None:
         backward.remove()
 
 
+@pytest.mark.slow
 def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.GELU, "forward", lambda self, x: x.tanh())
     check(model)
@@ -171,7 +172,7 @@ def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("runtime", ["graph", "regional"])
+@pytest.mark.parametrize("runtime", tiered(["graph", "regional"], quick=["graph"]))
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
     def planned(anomalies: bool) -> planner.Plan:
         with torch.autograd.set_detect_anomaly(anomalies):
@@ -227,7 +228,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     ("transform", "runtime"),
     tiered(
         product(TRANSFORMS, ["graph", "modules", "regional"]),
-        quick=[*product(TRANSFORMS, ["graph"]), *product(["torch.func.grad"], ["modules", "regional"])],
+        quick=[*product(TRANSFORMS, ["graph"]), ("torch.func.grad", "modules"), ("torch.vmap", "regional")],
     ),
 )
 def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str) -> None:
@@ -313,7 +314,7 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, ...
 def _trained_steps(model: nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for rows_at_once in (128, 128, 96, 64):
+    for rows_at_once in (128, 128):
         optimizer.zero_grad()
         loss = model(torch.linspace(-1, 1, rows_at_once * WIDTH).reshape(rows_at_once, WIDTH))
         loss.backward()

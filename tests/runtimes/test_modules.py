@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.capture.eager.graph import lower_eager
@@ -35,6 +35,7 @@ from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
 from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
+from tests.tiers import tiered
 
 
 class Mlp(nn.Module):
@@ -112,15 +113,6 @@ def test_errors_say_of_what_a_smallest_budget_is_proven() -> None:
         planner.plan(Stack(), rows(), budget=planner.Budget(activations=1), runtime="modules")
 
 
-def test_a_budget_below_what_is_resident_is_told_what_a_choice_of_modules_is_known_for() -> None:
-    model, x = Stack(3), rows()
-    options: dict[str, Any] = {"runtime": "modules", "time_limit_seconds": 1.0}
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(model, x, **grouped(budget=1, **options))
-    smallest_bytes = refused.value.minimum_feasible_peak_bytes
-    assert planner.plan(model, x, **grouped(budget=smallest_bytes, **options)).peak_bytes <= smallest_bytes
-
-
 def choices(variants: Sequence[Region]) -> list[tuple[int, ...]]:
     """Return every choice, at most one on each path of the module tree."""
     together = [set(numbers) for numbers in exclusive_sets(variants)]
@@ -194,20 +186,6 @@ def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
         cheapest(replace(problem, budget_bytes=64), regions, RunsOut(10**6))  # type: ignore[arg-type]
 
 
-def test_recording_leaves_no_trace() -> None:
-    model = Convolutions()
-    model.blocks[0][0].weight.grad = torch.ones_like(model.blocks[0][0].weight)
-    before = copy.deepcopy(model.state_dict())
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    inputs = Inputs.of(images(2, size=8))
-    state = torch.get_rng_state()
-    record(model, inputs)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
-
-
 def test_nothing_is_left_in_the_model_between_calls() -> None:
     model = planner.auto_wrap(Stack(), rows(), budget=planner.Budget(activations="60%"), runtime="modules")
     assert modules_of(planner.plan_of(model))
@@ -233,7 +211,8 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     assert_gradients(plain, wrapped)
 
 
-@pytest.mark.parametrize("runtime", ["modules", pytest.param("auto", marks=pytest.mark.filterwarnings("ignore"))])
+@pytest.mark.filterwarnings("ignore:.* in place of", "ignore:what .* depends on data")
+@pytest.mark.parametrize("runtime", tiered(["modules", "auto"], quick=["modules"]))
 def test_a_frozen_model_runs_as_it_is_until_it_trains_again(runtime: str) -> None:
     model = Branching().requires_grad_(False)
     planner.auto_wrap(model, budget=planner.Budget(activations="60%"), runtime=runtime)
@@ -407,17 +386,9 @@ class CheckpointsItself(Stack):
         return x.square().mean()
 
 
-class CheckpointsInARow(Stack):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint_sequential(self.blocks[0].inner, 2, x, use_reentrant=False).square().mean()
-
-
-@pytest.mark.parametrize(
-    "model",
-    [CheckpointsItself(use_reentrant=False), CheckpointsItself(use_reentrant=True), CheckpointsInARow()],
-    ids=["non-reentrant", "reentrant", "sequential"],
-)
-def test_a_model_that_calls_checkpoint_itself_is_refused_with_the_line(model: nn.Module) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_model_that_calls_checkpoint_itself_is_refused_with_the_line(use_reentrant: bool) -> None:
+    model = CheckpointsItself(use_reentrant=use_reentrant)
     source, first = inspect.getsourcelines(type(model).forward)
     line = first + next(number for number, text in enumerate(source) if "checkpoint" in text)
     with pytest.raises(UsageError, match=rf"test_modules.py:{line};.*decides.*runtime 'graph'"):
@@ -488,11 +459,6 @@ class CountsItsCalls(nn.Module):
         return self.linear(x).sigmoid().tanh()
 
 
-def test_what_cannot_run_twice_is_left_alone() -> None:
-    _, regions = problem_of(nn.Sequential(*(CountsItsCalls() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
-    assert regions == ()
-
-
 class Summed(nn.Module):
     """Sums over all ranks within, by torch.distributed's own call."""
 
@@ -506,10 +472,11 @@ class Summed(nn.Module):
         return made
 
 
-def test_what_talks_to_other_processes_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [CountsItsCalls, Summed])
+def test_what_cannot_run_twice_or_talks_to_other_processes_is_left_alone(kind: Any, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
-        _, regions = problem_of(nn.Sequential(*(Summed() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
+        _, regions = problem_of(nn.Sequential(*(kind() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
     finally:
         torch.distributed.destroy_process_group()
     assert regions == ()
@@ -552,7 +519,7 @@ def _ends_in_noise() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH), nn.RReLU())
 
 
-@pytest.mark.parametrize("runtime", ["modules", "parts", "regional", "graph"])
+@pytest.mark.parametrize("runtime", tiered(["modules", "parts", "regional", "graph"], quick=["modules"]))
 def test_saved_before_it_is_filled(runtime: str) -> None:
     """RReLU saves its noise and then draws it: torch's second run of a module would end in between."""
     wide = [perceptron(WIDTH, hidden=8 * WIDTH) for _ in range(2)]

@@ -21,6 +21,7 @@ from planner.errors import CaptureError
 from planner.runtimes import graph
 from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, train
+from tests.tiers import tiered
 
 
 class Annealed(Stack):
@@ -48,15 +49,15 @@ class Counting(Stack):
 
 
 def wrapped() -> tuple[nn.Module, nn.Module]:
-    model = Annealed(3)
+    model = Annealed(2)
     return copy.deepcopy(model), planner.auto_wrap(model, **grouped(activation_budget="70%", time_limit_seconds=0.5))
 
 
-@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("is_argument", tiered([False, True], quick=[False]))
 def test_a_number_that_changes_costs_one_more_capture(is_argument: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
     plain, model = wrapped()
-    for step in range(6):
+    for step in range(4):
         share = 0.1 + step / 7
         inputs = (rows(2048), share) if is_argument else (rows(2048),)
         plain.share = model.share = share
@@ -67,8 +68,8 @@ def test_a_number_that_changes_costs_one_more_capture(is_argument: bool, caplog:
 
 def test_a_counter_that_the_forward_moves_is_captured_three_times_at_most(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    plain, model = beside(Counting(3), activation_budget="70%", time_limit_seconds=0.5)
-    for _ in range(6):
+    plain, model = beside(Counting(2), activation_budget="70%", time_limit_seconds=0.5)
+    for _ in range(5):
         assert_same(train(plain, rows()), train(model, rows()))
         assert model.count == plain.count
     assert len(caplog.records) <= 3
@@ -89,10 +90,11 @@ def test_each_backward_has_the_number_of_its_forward() -> None:
 
 def test_sizes_and_numbers_change_together() -> None:
     plain, model = wrapped()
-    for count, share in ((256, 0.1), (128, 0.2), (64, 0.3), (256, 0.4), (192, 0.5), (192, 0.6)):
+    for count, share in ((256, 0.1), (128, 0.2), (256, 0.4), (192, 0.5)):
         assert_same(train(plain, (rows(count), share)), train(model, (rows(count), share)))
 
 
+@pytest.mark.slow
 def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_KEPT", 2)
     plain, model = wrapped()
@@ -103,9 +105,9 @@ def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest.WarningsRecorder) -> None:
     """A dropout's probability is one: annealed, or switched off for the last epochs."""
     plain, model = beside(
-        Stack(3, block=partial(perceptron, dropout=0.1)), activation_budget="70%", time_limit_seconds=0.5
+        Stack(2, block=partial(perceptron, dropout=0.1)), activation_budget="70%", time_limit_seconds=0.5
     )
-    for probability in (0.1, 0.3, 0.5, 0.3, 0.0, 0.5):
+    for probability in (0.1, 0.3, 0.0, 0.3):
         for trained in (plain, model):
             for part in trained.modules():
                 if isinstance(part, nn.Dropout):
@@ -120,7 +122,7 @@ class Reading(Stack):
     """Scales what each block adds by a number that it reads from a tensor of its own, as a count of labels is."""
 
     def __init__(self, read: Callable[[torch.Tensor], int | float]) -> None:
-        super().__init__(3)
+        super().__init__(2)
         self.read = read
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,14 +135,13 @@ class Reading(Stack):
 READ: dict[str, Callable[[torch.Tensor], int | float]] = {
     "int": lambda positive: int(positive.sum()),
     "float": lambda positive: float(positive.sum()),
-    "double": lambda positive: positive.double().sum().item(),
 }
 
 
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", tiered(READ, quick=["int"]))
 def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str) -> None:
     plain, model = beside(Reading(READ[kind]), activation_budget="70%", time_limit_seconds=0.5)
-    for count in (1024, 1024, 512, 768, 1024):
+    for count in (1024, 512, 768, 1024):
         inputs = (rows(count),)
         assert_same(train(plain, inputs), train(model, inputs))
         hold_peak(model, inputs)
@@ -151,7 +152,7 @@ class Warming(Stack):
     """Scales its loss by how many steps there were, which a buffer counts."""
 
     def __init__(self) -> None:
-        super().__init__(3)
+        super().__init__(2)
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,6 +160,7 @@ class Warming(Stack):
         return super().forward(x) * (float(self.steps) / 10)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_read_from_a_buffer_is_none_that_is_given() -> None:
     plain, model = beside(Warming(), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 1024, 512, 1024):
@@ -174,11 +176,12 @@ class Checking(Stack):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_number_that_is_only_checked_is_one_at_all_sizes(
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    plain, model = beside(Checking(3), activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Checking(2), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 512, 768):
         assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
     assert len(caplog.records) == 2
@@ -189,7 +192,7 @@ class Noting(Stack):
     """Notes in a list how large its batches were, and so looks at another list in each call."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1)
         self.sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

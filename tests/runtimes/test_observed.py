@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from planner.errors import InfeasibleBudgetError, UsageError
 from planner.measure.optimizers import kept_for
 from tests.models import WIDTH, perceptron, rows
 from tests.runtimes.steps import assert_gradients
+from tests.tiers import tiered
 
 WORDS = 2048
 
@@ -29,7 +31,7 @@ class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(perceptron() for _ in range(3))
+        self.blocks = nn.ModuleList(perceptron() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -67,13 +69,19 @@ def step(model: nn.Module, loop: str) -> None:
 options = partial(grouped, time_limit_seconds=0.5)
 
 
+@cache
 def smallest_bytes(runtime: str, outputs: str) -> int:
     plan = planner.plan(Scores(), batch(), **options(budget="100%", runtime=runtime, outputs=outputs))
     return plan.minimum_feasible_peak_bytes
 
 
-@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
-@pytest.mark.parametrize("loop", ["dropped", "held", "kept"])
+@pytest.mark.parametrize(
+    ("loop", "runtime"),
+    tiered(
+        product(["dropped", "held", "kept"], ["graph", "modules", "regional"]),
+        quick=[("dropped", "graph"), ("held", "modules"), ("kept", "regional"), ("held", "graph")],
+    ),
+)
 def test_what_is_planned_is_what_the_loop_holds(loop: str, runtime: str) -> None:
     model, plain = Scores(), Scores()
     # All three loops fit here, the one that holds most least.
@@ -168,8 +176,13 @@ MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("runtime", ["graph", "modules"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("name", "runtime"),
+    tiered(
+        product(MADE, ["graph", "modules"]),
+        quick=[("AdamW", "graph"), ("one's own", "modules"), ("two groups", "graph")],
+    ),
+)
 def test_an_optimizer_counts_without_being_named(name: str, runtime: str) -> None:
     model = planner.auto_wrap(Scores(), **options(budget="20MiB", runtime=runtime))
     optimizer = MADE[name]([*model.parameters()])  # as most loops do, after the model was wrapped

@@ -18,6 +18,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError
 from tests.models import looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
+from tests.tiers import tiered
 
 WIDTH = 32
 
@@ -135,7 +136,7 @@ def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
         assert planner.plan(Whole(), rows(), budget="100%").runtime == "modules"
 
 
-@pytest.mark.parametrize("draw", ["torch", "python"])
+@pytest.mark.parametrize("draw", tiered(["torch", "python"], quick=["torch"]))
 def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
     model, x = Drops(draw), rows()
     plain = copy.deepcopy(model)

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture import fake_mode
 from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
 from planner.common.options import grouped
-from planner.errors import PlanMismatchError, UsageError
+from planner.errors import UsageError
 from tests.models import language_model
 from tests.runtimes.steps import wrap_and_hold
 from tests.runtimes.test_contract import IMAGES, TABLE, Normed, Shared, Twice
@@ -69,19 +68,10 @@ def test_a_model_without_blocks_is_sent_elsewhere() -> None:
         plan(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), TABLE, "100%")
 
 
-def test_a_model_on_fake_tensors_gets_the_same_plan() -> None:
-    with fake_mode():
-        fake, x = Shared(), torch.randn(ROWS, WIDTH)
-    assert plan(fake, x, "100%").fingerprint == plan(Shared(), TABLE, "100%").fingerprint
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    made = plan(Normed(), IMAGES, "100%")
-    with pytest.raises(PlanMismatchError, match="made for something else"):
-        planner.auto_wrap(Shared(), TABLE, budget=made)
+def test_a_plan_of_several_ranks_is_not_verified_in_one_process() -> None:
     with pytest.raises(UsageError, match="verify runs one process"):
         sharded = planner.plan(
-            Shared(), TABLE, **grouped(budget="100%", runtime="regional", data_parallel="fsdp2", ranks=2)
+            Shared(), TABLE, **grouped(budget="100%", runtime="regional", data_parallel="fsdp2", ranks=2, compare=False)
         )
         planner.verify(Shared(), TABLE, sharded)
 
@@ -117,16 +107,10 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("depth", [2, 5])
-def test_equal_blocks_are_captured_and_compiled_once(depth: int, captures: list[Any]) -> None:
-    wrap_and_hold(stacked([Alike() for _ in range(depth)]), TABLE, activation_budget="100%", runtime="regional")
-    assert len(captures) == 2
-
-
 def test_blocks_that_differ_in_anything_that_they_use_have_code_of_their_own(captures: list[Any]) -> None:
-    blocks = [Alike(), Alike(scale=2.0), Alike(power=2), Alike(), Alike(), Alike(), Alike(), Alike()]
-    blocks[4].drop.eval()
-    blocks[5].layer.weight.requires_grad_(False)
-    blocks[6].layer.register_forward_hook(lambda module, inputs, output: -output)
+    blocks = [Alike(), Alike(scale=2.0), Alike(power=2), Alike(), Alike(), Alike(), Alike()]
+    blocks[3].drop.eval()
+    blocks[4].layer.weight.requires_grad_(False)
+    blocks[5].layer.register_forward_hook(lambda module, inputs, output: -output)
     wrap_and_hold(stacked(blocks), TABLE, activation_budget="100%", runtime="regional")
-    assert len(captures) == 2 * 6  # the first, the fourth and the last are equal
+    assert len(captures) == 2 * 6  # the first and the last are equal

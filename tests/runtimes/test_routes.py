@@ -19,6 +19,7 @@ from planner.common.options import grouped
 from planner.runtimes._routes import outermost
 from tests.models import Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, peak_of, step, train
+from tests.tiers import tiered
 
 
 class Dropping(Stack):
@@ -76,7 +77,7 @@ def unplanned_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.filterwarnings("error:.*not run as planned", "error:some steps", "ignore:what .* depends on data")
-@pytest.mark.parametrize("kind", [Dropping, DroppingAndLooking])
+@pytest.mark.parametrize("kind", tiered([Dropping, DroppingAndLooking], quick=[DroppingAndLooking]))
 def test_layers_that_are_dropped_at_random_keep_the_budget(kind: type[Dropping]) -> None:
     whole = unplanned_bytes(Stack(6))
     plain, model = kind(6), kind(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,16 +42,11 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 def test_keeping_is_cheaper_than_running_whole_modules_again() -> None:
     step = planner.study(Transformer(), SEQUENCES, runtime="modules")
     assert step.plan(budget=planner.Budget(activations="65%")).kept
-    whole = [Region(**{**fields(region), "keepable": ()}) for region in step.regions]
-    only_whole = type(step)(**{**fields(step), "regions": tuple(whole)})
+    only_whole = replace(step, regions=tuple(replace(region, keepable=()) for region in step.regions))
     for budget in ("85%", "65%"):
         dearer = only_whole.plan(budget=planner.Budget(activations=budget))
         assert not dearer.kept
         assert step.plan(budget=planner.Budget(activations=budget)).recompute_seconds < dearer.recompute_seconds
-
-
-def fields(of: Any) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in of.__dataclass_fields__}
 
 
 # Which ways there are.

@@ -91,16 +91,16 @@ def floats(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
 
 
-IMAGES = ((4, 16, 16), (3, 12, 20), (5, 15, 9), (4, 14, 17))
+IMAGES = ((4, 16, 16), (3, 12, 20), (5, 15, 9), (8, 16, 16))
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...]]]] = {
     "perceptron": (
         lambda: Stack(3, lambda: perceptron(dropout=0.1)),
-        [(floats(rows, WIDTH),) for rows in (64, 48, 33, 57)],
+        [(floats(rows, WIDTH),) for rows in (64, 48, 33, 128)],
     ),
     "attention": (
         lambda: Stack(1, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention(causal=True))),
-        [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (6, 11), (5, 19))],
+        [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (8, 16))],
     ),
     "convolutions": (lambda: Convolutions(2), [(floats(batch, 16, *image),) for batch, *image in IMAGES]),
     "packed": (
@@ -122,7 +122,7 @@ def wrapped(model: nn.Module) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("name", tiered(CASES, slow=["means"]))
+@pytest.mark.parametrize("name", tiered(CASES, quick=["perceptron", "convolutions"]))
 def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     name: str, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +142,7 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     plan, expected_plan = planner.plan_of(varying), planner.plan_of(fixed)
     assert plan.fingerprint == expected_plan.fingerprint
     assert plan.baseline_peak_bytes == expected_plan.baseline_peak_bytes
+    assert plan.eager.peak_bytes == expected_plan.eager.peak_bytes
 
 
 def test_one_code_serves_dropout_of_all_sizes(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,27 +160,12 @@ def refuse(*_: object, **__: object) -> None:
     raise AssertionError("the formula should say what is needed")
 
 
-@pytest.mark.parametrize("name", ("perceptron", "attention", "convolutions"))
-def test_a_percentage_is_of_eagers_peak_at_a_larger_size(name: str) -> None:
-    make, sizes = CASES[name]
-    largest = tuple(torch.cat([tensor, tensor]) for tensor in sizes[0])
-    model = make()
-    fixed, varying = wrapped(model), wrapped(model)
-    for inputs in (*sizes[:3], largest):
-        train(varying, inputs)
-    train(fixed, largest)
-    plan, expected = planner.plan_of(varying), planner.plan_of(fixed)
-    assert plan.eager is not None and expected.eager is not None
-    assert plan.eager.peak_bytes == expected.eager.peak_bytes
-    assert plan.budget_bytes == expected.budget_bytes
-
-
 class Pooled(nn.Module):
     """Lengths of two and three become one, which pooling of a transposed batch lays out in another way than tracing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Stack(3, perceptron, has_loss=False)
+        self.blocks = Stack(1, perceptron, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.blocks(x).transpose(1, 2).cumsum(-1)
@@ -189,7 +175,7 @@ class Pooled(nn.Module):
 def test_a_result_that_a_kernel_lays_out_in_its_own_way_is_made_plain_at_each_size() -> None:
     model = Pooled()
     varying = wrapped(model)
-    for batch, length in ((32, 2), (24, 3), (27, 2), (20, 3)):
+    for batch, length in ((32, 2), (24, 3), (20, 3)):
         assert_same(train(model, floats(batch, length, WIDTH)), train(varying, floats(batch, length, WIDTH)))
 
 

@@ -55,14 +55,18 @@ def wrapped(planned: planner.Plan, tmp_path_factory: pytest.TempPathFactory) -> 
     return model
 
 
-def test_planning_leaves_the_model_alone() -> None:
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_planning_leaves_the_model_alone(runtime: str) -> None:
     model = Model()
+    model.blocks[0][0].weight.grad = torch.ones(WIDTH)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     before = copy.deepcopy(model.state_dict())
     random_state = torch.get_rng_state()
-    planner.plan(model, data(), budget=planner.Budget(activations="70%"), search=planner.Search(time_limit_seconds=1.0))
+    planner.plan(model, data(), **grouped(activation_budget="70%", runtime=runtime, compare=False))
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert torch.equal(random_state, torch.get_rng_state())
-    assert all(p.grad is None for p in model.parameters())
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     with pytest.raises(UsageError, match="not wrapped"):
         planner.plan_of(model)
 
@@ -226,6 +230,7 @@ def test_views_of_each_other_that_a_forward_writes_into_are_refused_with_the_way
         ({"time_limit_seconds": "5"}, "a number above 0 s, not '5'"),
         ({"time_limit_seconds": 0}, "a number above 0 s, not 0"),
         ({"solver": "ipl"}, "did you mean 'ilp'"),
+        ({"runtime": "grpah"}, "did you mean 'graph'"),
         ({"cost_model": "rooflin"}, "roofline"),
         ({"device": "h1000"}, "h100"),
         ({"optimizer": "adamx"}, "did you mean adam"),

@@ -17,6 +17,7 @@ from planner.errors import UsageError
 from planner.session.step import Options
 from planner.session.studying import studies_by_size
 from tests.models import Convolutions, Transformer, images, mean_square
+from tests.tiers import tiered
 
 
 def said_by(study: Study) -> Any:
@@ -28,7 +29,7 @@ def said_by(study: Study) -> Any:
     return operations, values, rest, study.costs, study.static_memory
 
 
-@pytest.mark.parametrize("of", ["length", "images"])
+@pytest.mark.parametrize("of", tiered(["length", "images"], quick=["length"]))
 def test_each_size_is_what_a_capture_of_it_gives(of: str, captures: list[int]) -> None:
     model: nn.Module = Convolutions() if of == "images" else Transformer(1)
     inputs, loss_fn = Inputs.of(torch.randn(4, 6, 64)), None
@@ -36,35 +37,23 @@ def test_each_size_is_what_a_capture_of_it_gives(of: str, captures: list[int]) -
         inputs, loss_fn = Inputs.of(images()), mean_square
     at = inputs.with_length if of == "length" else inputs.with_batch
     studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
-    made = {size: studies.at(at(size), loss_fn) for size in (1, 3, 5, 2)}
+    made = {size: studies.at(at(size), loss_fn) for size in (1, 3)}
     assert len(captures) == 2  # of one row, and with symbols
     for size, study in made.items():
         alone = planner.study(model, at(size).args, target=planner.Target(cost_model="roofline"), loss_fn=loss_fn)
         assert said_by(study) == said_by(alone), size
 
 
-@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("first", tiered([1, 4], quick=[4]))
 def test_one_capture_serves_all_sizes_that_are_expected(first: int, captures: list[int]) -> None:
     model, inputs = Transformer(1), Inputs.of(torch.randn(4, 6, 64))
     studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
     studies.expect([inputs.with_batch(8), inputs.with_length(5)])
-    asked = [inputs.with_batch(first), inputs.with_batch(8), inputs.with_length(3), inputs.with_batch(3).with_length(7)]
+    asked = [inputs.with_batch(first), inputs.with_batch(8), inputs.with_batch(3).with_length(7)]
     made = [studies.at(each) for each in asked]
     assert len(captures) == (2 if first == 1 else 1)  # of one row no symbol is made
     for each, study in zip(asked, made, strict=True):
         assert said_by(study) == said_by(planner.study(model, each.args, target=planner.Target(cost_model="roofline")))
-
-
-def test_a_loss_outside_pins_no_batch(captures: list[int]) -> None:
-    model, inputs = nn.Linear(64, 8), Inputs.of(torch.randn(4, 6, 64))
-    studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
-    asked = [inputs.with_batch(batch) for batch in (3, 5, 8, 2)]
-    studies.expect([inputs])
-    made = [studies.at(each, mean_square) for each in asked]
-    assert len(captures) == 1
-    for each, study in zip(asked, made, strict=True):
-        alone = planner.study(model, each.args, target=planner.Target(cost_model="roofline"), loss_fn=mean_square)
-        assert said_by(study) == said_by(alone)
 
 
 class Summed(nn.Module):
@@ -84,7 +73,7 @@ class Summed(nn.Module):
 def test_a_size_that_makes_another_program_is_captured_by_itself() -> None:
     model, inputs = Summed(), Inputs.of(torch.randn(3, 4, 8))
     studies = studies_by_size(model, Options(target=planner.Target(cost_model="roofline")))
-    for size in (2, 4, 3):
+    for size in (2, 4):
         alone = planner.study(model, inputs.with_length(size).args, target=planner.Target(cost_model="roofline"))
         assert said_by(studies.at(inputs.with_length(size))) == said_by(alone)
 
@@ -95,9 +84,9 @@ def test_sizes_are_asked_about_in_python() -> None:
     curve = planner.what_if(
         model,
         x,
-        sizes={"batch_size": [2, 8, 64], "seq_len": "4,64"},
+        sizes={"batch_size": [8, 64], "seq_len": "4,64"},
         budgets=[whole, 2 * whole],
-        **grouped(deterministic=True, time_limit_seconds=5.0, budget=2 * whole),
+        **grouped(deterministic=True, time_limit_seconds=0.5, budget=2 * whole),
     )
     assert curve.batch_sizes is not None and curve.seq_lens is not None
     assert curve.batch_sizes.budget_bytes == curve.seq_lens.budget_bytes == 2 * whole

@@ -24,14 +24,7 @@ from tests.models import Transformer
 from tests.strategies.test_strategies import FACTORY
 from tests.tiers import tiered
 
-QUICK = (
-    "every",
-    "jax-offload-dot-with-no-batch-dims",
-    "megatron-output-discarding",
-    "save-on-cpu",
-    "selective",
-    "unsloth",
-)
+QUICK = ("every", "save-on-cpu", "selective", "unsloth")
 """One of each kind of rule; the others are tried by the slow tier."""
 
 

@@ -280,7 +280,8 @@ def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
     names = ("save-on-cpu", "deepspeed-cpu-checkpointing")
     found = [audit_study(study_of(), name, Search(time_limit_seconds=1.5)) for name in names]
     for audit in found:
-        assert audit.now.offloading is not None and audit.now.offloading.host_bytes > 0
+        assert audit.now.offloading is not None
+        assert audit.report()["current"]["host_bytes"] == audit.now.offloading.host_bytes > 0
         assert 0 <= audit.best.lower_bound_overhead <= audit.best.overhead <= audit.now.overhead
         text = printed(render_audit, audit, width=100)
         assert "host" in text and "the plans beside it may offload as much" in " ".join(text.split())
@@ -331,7 +332,7 @@ def test_what_does_not_apply_says_why() -> None:
     with pytest.raises(UsageError, match="cannot be cut"):
         flat.strategy("sqrt")
     assert flat.strategy("jax-nothing-saveable")
-    with pytest.raises(UsageError, match="chain has no attention"):
+    with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
         recomputed("megatron-selective")
     with pytest.raises(UsageError, match="chain has 4 blocks, and not 5"):
         recomputed("checkpoint-sequential-5")
@@ -354,14 +355,6 @@ def test_names_with_numbers() -> None:
 def test_audit_and_what_if_take_every_name() -> None:
     audit = audit_study(study_of(), "chunked-2", Search("sqrt"))
     assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
-    with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
-        audit_study(study_of(*chain()), "megatron-selective", Search())
-    waiting = audit_study(study_of(), "save-on-cpu", Search(time_limit_seconds=1.0))
-    assert waiting.now.offloading is not None and waiting.now.offloading.host_bytes > 0
-    assert waiting.best.added_seconds <= waiting.now.added_seconds
-    assert waiting.report()["current"]["host_bytes"] == waiting.now.offloading.host_bytes
-    point = ways.point_of(study_of(), strategies.schedule("save-on-cpu", GRAPH, COSTS, HOST), "save-on-cpu")
-    assert point.overhead == pytest.approx(waiting.now.overhead)
     ways.check(["megatron-block-3", "jax-dots-saveable", "sqrt", "every-layer"])
     assert ways.is_strategy("megatron-block-3") and not ways.is_strategy("sqrt")
 

@@ -111,27 +111,16 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
     return common.reported(planner.plan_of(model), found, expected, peak, off=off)
 
 
-def mixed_precision(rank: int) -> dict[str, Any]:
-    """Hold a sharded model of 16 bits against the same without recompute."""
-    found, peaks = [], []
-    for budget in ("100%", "48%"):
-        others = live()
-        x = data(rank)
-        model = wrap(make(), rank, "fsdp2", activation_budget=budget)
-        peak, running = common.peak_of(
-            lambda model=model: common.distributed(model, "fsdp2", mp_policy=common.IN_FLOAT32), x, others
-        )
-        plan = planner.plan_of(model)
-        found.append(gradients(running))
-        peaks.append(peak)
-    return common.reported(plan, *reversed(found), peaks[1], whole_bytes=peaks[0])
-
-
 def sharded_first(rank: int) -> dict[str, Any]:
-    """Wrap a model that is sharded already, made on the meta device, in its own types and in 16 bits, and so on."""
+    """Wrap a model that is sharded already, made on the meta device, in its own types and in 16 bits."""
+    return {
+        "own": _sharded_first(rank, {}, {}, larger=True),
+        "16 bits": _sharded_first(rank, {"mp_policy": common.IN_FLOAT32}, {}, larger=True),
+    }
+
+
+def sharded_first_in_more_ways(rank: int) -> dict[str, Any]:
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "own": ({}, {}),
-        "16 bits": ({"mp_policy": common.IN_FLOAT32}, {}),
         "all 16 bits": ({"mp_policy": common.IN_16_BITS}, {}),
         "kept": ({"reshard_after_forward": False}, {}),
         "never kept": ({"reshard_after_forward": True}, {}),
@@ -262,16 +251,10 @@ def shardings(rank: int) -> dict[str, Any]:
 def micro_batches(rank: int) -> dict[str, Any]:
     """Train by micro-batches in the ways in which most differs."""
     views = partial(common.with_ddp, gradient_as_bucket_view=True)
-    sharded = partial(common.fully_sharded, mesh=init_device_mesh("cpu", (RANKS,)))
+    in_units = partial(sharded_in_more_units, mesh=init_device_mesh("cpu", (RANKS,)))
     return {
         f"ddp, views, {FEW_ROWS} rows": by_micro_batches(rank, FEW_ROWS, views),
-        f"fsdp2, {ROWS} rows": by_micro_batches(rank, ROWS, sharded),
-        f"fsdp2, more units, {FEW_ROWS} rows": by_micro_batches(
-            rank, FEW_ROWS, partial(sharded_in_more_units, mesh=init_device_mesh("cpu", (RANKS,)))
-        ),
-        f"fsdp2, 16 bits, {FEW_ROWS} rows": by_micro_batches(
-            rank, FEW_ROWS, partial(sharded, mp_policy=common.IN_FLOAT32), ahead=True
-        ),
+        f"fsdp2, more units, {ROWS} rows": by_micro_batches(rank, ROWS, in_units),
     }
 
 
@@ -283,10 +266,9 @@ def more_micro_batches(rank: int) -> dict[str, Any]:
     ways: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
         "ddp": (common.with_ddp, {}),
         "ddp, views": (views, {}),
-        "ddp, views, each": (views, {"waits": False}),
         "fsdp2": (sharded, {}),
         "fsdp2, each": (sharded, {"waits": False}),
-        "fsdp2, 16 bits": (partial(sharded, mp_policy=common.IN_FLOAT32), {}),
+        "fsdp2, 16 bits, ahead": (partial(sharded, mp_policy=common.IN_FLOAT32), {"ahead": True}),
         "fsdp2, 16 bits, each": (partial(sharded, mp_policy=common.IN_FLOAT32), {"waits": False}),
         "fsdp2, all 16 bits": (partial(sharded, mp_policy=common.IN_16_BITS), {}),
         "fsdp2, offloaded": (offloaded, {}),
@@ -301,7 +283,6 @@ def micro_batches_of_four(rank: int) -> dict[str, Any]:
     copies = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("copy", "shard"))
     copied = partial(common.fully_sharded, mesh=copies)
     ways: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
-        "copies": (copied, {}),
         "copies, 16 bits": (partial(copied, mp_policy=common.IN_FLOAT32), {}),
         "copies, all 16 bits, each": (partial(copied, mp_policy=common.IN_16_BITS), {"waits": False}),
     }

@@ -227,27 +227,28 @@ def divided_experts(rank: int) -> dict[str, Any]:
 
 
 def divided_sequence(rank: int) -> dict[str, Any]:
-    """Train a model whose attention exchanges tokens, by functional collectives and by others."""
-    small = {**QUICK, "activation_budget": "85%"}
+    """Train a model whose attention exchanges tokens by functional collectives."""
+    return {"functional, graph": exchanging(rank, exchanged, "graph")}
 
-    def found(exchange: Callable[[torch.Tensor], torch.Tensor], runtime: str) -> dict[str, Any]:
-        made, x = partial(Model, partial(DividedAttention, exchange)), tokens(rank)
-        alone, others = made(), live()
-        others.pop(x.untyped_storage().data_ptr())
-        step(alone, x)
-        peak, running = common.peak_of(
-            lambda: planner.auto_wrap(made(), **grouped(runtime=runtime, **small)), x, others
-        )
-        plan = planner.plan_of(running)
-        again = [key for keys in plan.recomputations.values() for key in keys]
-        exchanges = [key for key in again if "all_to_all" in key or "c10d" in key]
-        modules = modules_of(plan) if runtime == "modules" else ()
-        return common.reported(plan, gradients(running), gradients(alone), peak, exchanges=exchanges, modules=modules)
 
+def divided_sequence_in_more_ways(rank: int) -> dict[str, Any]:
     own = Exchange.apply
     return {
-        "functional, graph": found(exchanged, "graph"),
-        "functional, modules": found(exchanged, "modules"),
-        "in place, regional": found(own, "regional"),
-        "in place, parts": found(own, "parts"),
+        "functional, modules": exchanging(rank, exchanged, "modules"),
+        "in place, regional": exchanging(rank, own, "regional"),
+        "in place, parts": exchanging(rank, own, "parts"),
     }
+
+
+def exchanging(rank: int, exchange: Callable[[torch.Tensor], torch.Tensor], runtime: str) -> dict[str, Any]:
+    small = {**QUICK, "activation_budget": "85%"}
+    made, x = partial(Model, partial(DividedAttention, exchange)), tokens(rank)
+    alone, others = made(), live()
+    others.pop(x.untyped_storage().data_ptr())
+    step(alone, x)
+    peak, running = common.peak_of(lambda: planner.auto_wrap(made(), **grouped(runtime=runtime, **small)), x, others)
+    plan = planner.plan_of(running)
+    again = [key for keys in plan.recomputations.values() for key in keys]
+    exchanges = [key for key in again if "all_to_all" in key or "c10d" in key]
+    modules = modules_of(plan) if runtime == "modules" else ()
+    return common.reported(plan, gradients(running), gradients(alone), peak, exchanges=exchanges, modules=modules)
