@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
@@ -20,7 +21,13 @@ from torch import nn
 
 from planner.capture.model_facts import compiled_parts, has_several_ranks
 from planner.capture.state_restore import put_back, written_back
-from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
+from planner.capture.torch_internals import (
+    call_implementation,
+    install_call,
+    installed_call,
+    is_transformed,
+    not_compiled_alone,
+)
 from planner.capture.trees import tensors_in
 from planner.errors import ForwardError, UsageError
 
@@ -147,10 +154,9 @@ def _mark(module: nn.Module) -> None:
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._compiled_call_impl  # a copy has none
-        # While the model is captured, code that others put around this may run it: accelerate's does for autocast.
-        if call is not None and not hasattr(call, "call") and torch.is_grad_enabled():
-            _check_not_compiled(self)
+        # A copy has no call. While the model is captured, code around this may run it: accelerate's does for autocast.
+        if self._compiled_call_impl is not None and torch.is_grad_enabled() and not _here.wholes:
+            _check_is_planned(self)
         return type(self).forward(self, *args, **kwargs)
 
     forward.is_mark = True  # type: ignore[attr-defined]
@@ -163,12 +169,18 @@ def _is_marked(module: nn.Module) -> bool:
 
 
 @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
-def _check_not_compiled(module: nn.Module) -> None:
-    """Refuse a call that does not come through the planned one, because ``compile()`` took its place."""
+def _check_is_planned(module: nn.Module) -> None:
+    """Refuse a call that does not come through the planned one because ``compile()`` took its place; warn of others."""
     if planned_call(module) is None:
         raise UsageError(
             f"{type(module).__name__} was wrapped by planner.auto_wrap, and then compiled by its compile(), which runs "
             "no plan: leave compile() out, or unwrap, and call it with backend=planner.backend(budget=...)"
+        )
+    if not is_transformed():
+        warnings.warn(
+            f"{type(module).__name__}.forward() is called by itself, which runs neither hooks nor the plan, and keeps "
+            "no budget: call the model",
+            stacklevel=4,
         )
 
 

@@ -468,6 +468,11 @@ def is_transformed() -> bool:
     """Whether other code is tracing, exporting or transforming (``torch.func``) the current call."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
+    return is_in_torch_func()
+
+
+def is_in_torch_func() -> bool:
+    """Whether a transform of ``torch.func`` is at work, such as ``grad``, ``vmap`` or ``jvp``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

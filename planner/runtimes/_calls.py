@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs, differentiable_in
@@ -21,53 +21,14 @@ from planner.capture.model_facts import finds_gradients, gradient_state, of_mode
 from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel_events import Gradients
-from planner.capture.torch_internals import call_implementation, entered, is_transformed, is_watched
+from planner.capture.torch_internals import call_implementation, entered, is_in_torch_func, is_transformed, is_watched
 from planner.capture.trees import leaves_of
-from planner.common.units import format_bytes
 from planner.errors import NoBackwardError
-from planner.ir.static_memory import FINDS
 from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel, Prepare
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import DEPENDS_ON_DATA
 from planner.session.step import Options
-
-
-class HeldGradients:
-    """Watches for gradients of earlier backwards that a plan has no room for."""
-
-    def __init__(self, model: nn.Module, options: Options) -> None:
-        self._name = type(model).__name__
-        # A budget for what a step adds is not for what is there before it; a pipeline's plan counts its micro-batches.
-        adds_up = options.training.gradient_accumulation or options.is_stage
-        self._is_counted = adds_up or options.budget.size is None
-        self._is_said = False
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
-        """Parameters under the last plan, cached: collecting them takes as long as a dozen small operations."""
-        self._plan: Plan | None = None
-
-    def check(self, model: nn.Module, plan: Plan | None) -> None:
-        """Warn once if the plan in force does not count existing gradients, and has no room for them."""
-        if self._is_counted or self._is_said or plan is None:
-            return
-        if plan is not self._plan:
-            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
-            leaves = (p for p in model.parameters() if p.is_leaf)
-            self._parameters, self._plan = [*map(weakref.ref, leaves)], plan
-        gradients = [p.grad for reference in self._parameters if (p := reference()) is not None]
-        held_bytes = sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
-        if not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
-            return
-        if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
-            return  # it was made for a step that begins with them
-        self._is_said = True
-        warnings.warn(
-            f"{self._name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier backwards. Its "
-            f"plan has {format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for them: pass "
-            "training=Training(gradient_accumulation=True) to auto_wrap, or free them before each step with "
-            "zero_grad(set_to_none=True)",
-            stacklevel=7,
-        )
 
 
 class _Open:
@@ -127,7 +88,11 @@ class OpenCalls:
 
 MAY_BE_ABOVE = "gradients are right, and the peak may be above the predicted one"
 
+_TRANSFORMED = "a plan is for loss.backward(), and not for transforms of torch.func (grad, vmap, jvp, ...):"
+
 _WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode and the like):"
+
+_AS_IT_IS = "runs as it is, and keeps no budget"
 
 
 def weakly(method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
@@ -165,7 +130,6 @@ class PlannedCalls(ABC):
         self._must_match = plan is not None and not replan
         self._open = OpenCalls(model)
         settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
-        self._held = HeldGradients(model, options)
 
     @property
     def must_match(self) -> bool:
@@ -178,7 +142,6 @@ class PlannedCalls(ABC):
             return call_implementation(self.model)(*args, **kwargs)
         if not self.options.is_stage:
             self._open.check()
-        self._held.check(self.model, self.plan)
         with entered(of_model(self.model, args, kwargs)):
             result = self.run(args, kwargs)
         self._open.begun(result)
@@ -191,9 +154,11 @@ class PlannedCalls(ABC):
     def runs_plainly(self) -> bool:
         """Whether this call runs the model as it is: without gradients, or where no plan can be carried out."""
         if is_transformed():
+            if torch.is_grad_enabled() and is_in_torch_func():
+                warnings.warn(f"{_TRANSFORMED} {type(self.model).__name__} {_AS_IT_IS}", stacklevel=7)
             return True
         if torch.is_grad_enabled() and self.needs_graphs and is_watched():
-            warnings.warn(f"{_WATCHED} {type(self.model).__name__} runs as it is, and keeps no budget", stacklevel=7)
+            warnings.warn(f"{_WATCHED} {type(self.model).__name__} {_AS_IT_IS}", stacklevel=7)
             return True
         return not torch.is_grad_enabled()
 

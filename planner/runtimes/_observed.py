@@ -1,7 +1,7 @@
-"""Observe the loop around a wrapped model, and plan again for what it does with outputs and which optimizer it has.
+"""Observe the loop around a wrapped model, and plan again for its outputs, its optimizer and the gradients it keeps.
 
 Nothing of that is known when the model is wrapped. So the first plan counts every output to the end of the backward,
-and the optimizer that exists; from the second call on the plan is for what the first steps showed.
+the optimizer that exists, and no gradients of earlier backwards; later plans are for what the steps showed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from planner.capture.trees import leaf_tensors
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError
+from planner.ir.static_memory import FINDS
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel
@@ -108,6 +109,10 @@ class ObservedCalls:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state was looked at."""
         self._is_first, self._has_changed = True, False
+        # A budget for what a step adds is not for what is there before it.
+        self._has_gradients_counted = options.training.gradient_accumulation or options.budget.size is None
+        self._trained: tuple[Plan | None, list[weakref.ref[nn.Parameter]]] = None, []
+        """Parameters under the last plan: collecting them takes as long as a dozen small operations."""
         _observed.add(self)
 
     @property
@@ -129,6 +134,8 @@ class ObservedCalls:
             self._look_for_optimizer()
         if self.seen is not None and self._to_watch:
             self._conclude(self.seen[0], are_held=self.seen[1])
+        if not self._has_gradients_counted and self.plan is not None:
+            self._look_for_gradients(self.plan)
         if self._asked is not None:
             return self._watched(self._planned_anew(self._asked, args, kwargs))
         if self.plan is None:
@@ -168,12 +175,19 @@ class ObservedCalls:
                 raise
             self._running, self._options, self._is_fixed, self._to_watch = running, options, True, 0
             if asked.optimizer is not options.optimizer:
-                warnings.warn(f"{error}. The plan in force does not count what the optimizer keeps", stacklevel=4)
+                warnings.warn(f"{error}. The plan in force does not count what the optimizer keeps", stacklevel=6)
+            elif asked.training.gradient_accumulation and not options.training.gradient_accumulation:
+                warnings.warn(
+                    f"{error}. The plan in force does not count the gradients of earlier backwards, which "
+                    f"{self._around.name} has when it is called: free them before each step with "
+                    "zero_grad(set_to_none=True), or raise the budget",
+                    stacklevel=6,
+                )
             elif not _drops(asked):
                 warnings.warn(
                     f"{error}. The loop keeps the outputs of a call until the next one returns, which the plan in "
                     "force does not count: delete them before, or raise the budget",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
         return self._running(*args, **kwargs)
 
@@ -227,6 +241,32 @@ class ObservedCalls:
                 f"{assumed}: pass training=Training(outputs={now!r}), and plan again",
                 stacklevel=6,
             )
+
+    # Gradients of earlier backwards.
+
+    def _look_for_gradients(self, plan: Plan) -> None:
+        """Count gradients that are there when a step begins, if the plan in force has no room for them."""
+        if plan is not self._trained[0]:
+            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
+            self._trained = plan, [weakref.ref(p) for p in self._around.parameters() if p.is_leaf]
+        gradients = [p.grad for reference in self._trained[1] if (p := reference()) is not None]
+        held_bytes = sum(gradient.nbytes for gradient in gradients if type(gradient) is torch.Tensor)
+        if not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
+            return
+        self._has_gradients_counted = True
+        if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
+            return  # it was made for a step that begins with them
+        if not self._is_fixed:
+            options = self._asked or self._options
+            self._asked = replace(options, training=replace(options.training, gradient_accumulation=True))
+            return
+        warnings.warn(
+            f"{self._around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
+            f"backwards. Its plan has {format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for them: "
+            "pass training=Training(gradient_accumulation=True) to auto_wrap, or free them before each step with "
+            "zero_grad(set_to_none=True)",
+            stacklevel=6,
+        )
 
     # The optimizer.
 
