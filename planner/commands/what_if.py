@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from planner.errors import UsageError
 if TYPE_CHECKING:
     from planner.analysis.study import Study
     from planner.analysis.trade_off.answers import Answers
-    from planner.ir.schedule import Schedule
     from planner.report.progress import Shown
     from planner.session.sizes import StudiesBySize
     from planner.zoo import ZooModel
@@ -35,7 +33,7 @@ class _WhatIf(AboutModel):
         "what-if gpt2 --budget 12GiB --html curve.html",
         "what-if gpt2 --budget 20GiB --batch-sizes 1..64",
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
-        "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
+        "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer --json -",
         "what-if gpt2 --device h100 --dtype bf16 --offload --host-budget 64GiB",
     )
 
@@ -61,7 +59,7 @@ class _WhatIf(AboutModel):
         ):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
-        axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
+        axes.add_argument("--solvers", **NAMES, help="solvers, and strategies, on the same axes")
         planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
         add(planning, Offload)
@@ -131,7 +129,7 @@ class _Asking:
         return Answers(
             curve=sweep.with_sizes(self.sizes, self.sized, samples=self.samples, offload=self.offload),
             devices=on_devices(args.devices, self.study_on, for_one_row(self.search), self.offload),
-            methods=methods_beside(sweep, solvers, self.partitioned, self.shown.count),
+            methods=methods_beside(sweep, solvers, self.shown.count),
             plans=tuple(sweep.plans()) if args.html else (),
         )
 
@@ -172,14 +170,6 @@ class _Asking:
             options = Options.of(asked | {"runtime": self.args.runtime, "search": self.search, "name": loaded.name})
             self._studies = studies_by_size(loaded.model, options)
         return self._studies
-
-    def partitioned(self) -> Iterator[Schedule]:
-        from planner.session.step import Options
-        from planner.session.studying import partitioner_schedules
-
-        loaded = _asked.load(self.args, real=False)
-        target, training = Target(self.args.device), picked(Training, vars(self.args))
-        return partitioner_schedules(loaded.model, _asked.inputs_of(loaded), Options(target=target, training=training))
 
 
 def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:

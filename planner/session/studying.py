@@ -1,13 +1,13 @@
-"""Questions about a step: studies, what-if curves and audits, with PyTorch's partitioner for comparison."""
+"""Questions about a step: studies, what-if curves and audits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
@@ -15,59 +15,14 @@ from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_range
 from planner.analysis.trade_off.types import TradeOffCurve
-from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
-from planner.capture.joint import JointGraph
-from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_several_ranks
-from planner.capture.torch_internals import min_cut_partition
 from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
-from planner.errors import PlannerError, UsageError
-from planner.ir.schedule import Schedule
+from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.session.sizes import StudiesBySize
-from planner.session.step import Options, captured, lower_step, study_lowered
-
-_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""Values of ``activation_memory_budget`` that are tried."""
-
-
-def _partition(joint: JointGraph, ratio: float) -> tuple[fx.Graph, fx.Graph]:
-    """Split a joint graph with PyTorch's partitioner under its own kind of budget, without running it."""
-    module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
-    forward, backward = min_cut_partition(module, ratio, joint.num_forward_outputs)
-    return forward.graph, backward.graph
-
-
-def _read_schedule(split: tuple[fx.Graph, fx.Graph], lowered: LoweredGraph) -> Schedule:
-    """Write PyTorch's two graphs as a schedule of our operations, in their order.
-
-    Nodes keep their names, so one that is in both graphs is recomputed. Views and elements of tuples are no operations:
-    their storage is saved or recomputed with its owner.
-    """
-    index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
-    free = {node.name for node in lowered.alias_nodes}
-
-    def runs(graph: fx.Graph) -> list[int]:
-        names = [node.name for node in graph.nodes if node.op == "call_function"]
-        if unknown := [name for name in names if name not in index_of and name not in free]:
-            raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
-        return [index_of[name] for name in names if name in index_of]
-
-    forward, backward = split
-    return Schedule((*runs(forward), lowered.graph.loss_index, *runs(backward)))
-
-
-def partitioner_schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
-    """Yield the partitioner's schedule at each ratio, on the graph that :func:`planner.study` captures."""
-    joint = captured(model, inputs, options)
-    step = lower_step(model, joint, options)
-    in_place = study_lowered(model, step, options).in_place
-    assert in_place is not None
-    for ratio in _RATIOS:
-        yield in_place.read(_read_schedule(_partition(joint, ratio), step.lowered))
-
+from planner.session.step import Options
 
 _SIZES = {"batch_size": "batch sizes", "seq_len": "sequence lengths"}
 
