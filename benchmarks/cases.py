@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.unets import diffusion_unet
 from planner import zoo
 from planner.zoo import ZooModel
 
@@ -20,7 +21,6 @@ ZOO_SIZES: dict[str, dict[str, Any]] = {
     "resnet50": {"batch_size": 8, "layers": 6, "image_size": 128},
     "unet": {"batch_size": 2, "layers": 4, "image_size": 96},
     "convnext-tiny": {"batch_size": 2, "layers": 9, "image_size": 96},
-    "diffusion-unet": {"batch_size": 2, "layers": 1, "image_size": 32},
     "minimind-26m": {"batch_size": 2, "layers": 6, "seq_len": 384},
     "whisper-small-encoder": {"batch_size": 1, "layers": 3, "seq_len": 600},
     "vit-b16": {"batch_size": 4, "layers": 4, "image_size": 224},
@@ -53,7 +53,6 @@ GPU_SIZES: dict[str, dict[str, Any]] = {
     "resnet152": {"batch_size": 192, "image_size": 224, "dtype": "bfloat16"},
     "convnext-tiny": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
     "unet": {"batch_size": 16, "image_size": 512, "dtype": "bfloat16"},
-    "diffusion-unet": {"batch_size": 64, "image_size": 64, "dtype": "bfloat16"},
 }
 """Sizes at which a step without recompute takes tens of GiB."""
 
@@ -220,6 +219,7 @@ CASES: dict[str, Callable[[], ZooModel]] = {
     "llama-grouped-mask": partial(_llama, with_mask=True),
     "mixtral-small": _mixtral,
     **{name: partial(zoo.build, name, **sizes) for name, sizes in ZOO_SIZES.items()},
+    "diffusion-unet": partial(diffusion_unet, batch_size=2, layers=1),
     **ARCHITECTURES,
 }
 """By what they are called in tables; those that take least come first."""

@@ -29,6 +29,7 @@ from torch.nn import functional
 from benchmarks import common
 from benchmarks.cases import ARCHITECTURES
 from benchmarks.common import Result, mebibytes, percent
+from benchmarks.unets import diffusion_unet
 from planner import solvers, zoo
 from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
@@ -151,11 +152,12 @@ MODELS: dict[str, Callable[[], ZooModel]] = {
     **{
         name: partial(zoo.build, name)
         for name in (
-            "vit-b16", "resnet50", "unet", "diffusion-unet", "convnext-tiny", "whisper-small-encoder", "gpt2",
+            "vit-b16", "resnet50", "unet", "convnext-tiny", "whisper-small-encoder", "gpt2",
             "bert-large", "gpt2-774m", "t5-base",
         )
     },
     **{name: ARCHITECTURES[name] for name in ("mamba2", "bamba", "swin", "deberta-v2", "mobilenet-v2")},
+    "diffusion-unet": diffusion_unet,
     "stacked-cells": _stacked_cells,
     "inception": partial(_own, _inception, size=64),
     "densenet": partial(_own, _densenet, size=64),

@@ -7,7 +7,7 @@ operation that it does not know costs what the roofline says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cost_models.base import CostedOperation, OperationCost
@@ -32,10 +32,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledOperation:
-    """One operation of the step that a profile was made of, with what carries its time over to other batch sizes."""
+    """One operation of the step that a profile was made of."""
 
     key: str
-    """Its place in the model, the same at every batch size."""
+    """Its place in the model."""
     signature: str
     """What it was called with."""
     target: str
@@ -88,40 +88,6 @@ def filled(
         known[operation.signature].cost if operation.signature in known else estimate
         for operation, estimate in zip(operations, estimates, strict=True)
     )
-
-
-def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tuple[tuple[int, ...], ...]) -> Profile:
-    """Carry a profile over to a step with the same keys at another batch size.
-
-    Times and workspace grow as arithmetic and traffic do: whichever of the two grew more decides.
-    """
-    measurements = dict(profile.measurements)
-    for old, new in zip(profile.operations, operations, strict=True):
-        found = profile.measurements.get(old.signature)
-        if found is None or new.signature in measurements:
-            continue
-        growth = max(new.flops / max(old.flops, 1), new.moved_bytes / max(old.moved_bytes, 1))
-        measurements[new.signature] = replace(
-            found, seconds=found.seconds * growth, workspace_bytes=int(found.workspace_bytes * growth)
-        )
-    return replace(profile, inputs=inputs, measurements=measurements, operations=tuple(operations))
-
-
-def differ_in_batch_only(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> bool:
-    """Say whether shapes are the same but for a first dimension that changes alike everywhere.
-
-    Examples
-    --------
-    >>> differ_in_batch_only([(8, 1024), (8,)], [(4, 1024), (4,)])
-    True
-    >>> differ_in_batch_only([(8, 1024)], [(8, 512)])
-    False
-    """
-    if len(one) != len(other):
-        return False
-    changes = {(a[0], b[0]) for a, b in zip(one, other, strict=True) if a[:1] != b[:1] and a and b}
-    same_rest = all(len(a) == len(b) and tuple(a[1:]) == tuple(b[1:]) for a, b in zip(one, other, strict=True))
-    return same_rest and len(changes) == 1
 
 
 COST_MODEL = MeasuredCosts

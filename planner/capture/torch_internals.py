@@ -687,24 +687,6 @@ def other_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator
         yield
 
 
-def min_cut_partition(
-    joint: fx.GraphModule, ratio: float, num_forward_outputs: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Let PyTorch's partitioner split a joint graph under an ``activation_memory_budget``.
-
-    Run time is estimated by FLOPs, since its usual way, running kernels on a GPU, needs one.
-    """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    settings = {
-        "activation_memory_budget": ratio,
-        "activation_memory_budget_solver": "dp",
-        "activation_memory_budget_runtime_estimator": "flops",
-    }
-    with functorch_config.patch(settings):
-        return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_forward_outputs)
-
-
 _DISPATCHERS = ("torch._dynamo.", "torch._compile", "torch.utils._python_dispatch")
 """Modules of torch whose frames stand between an operator's caller and ``__torch_dispatch__``."""
 

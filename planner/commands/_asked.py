@@ -17,7 +17,6 @@ from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from planner.capture.inputs import Inputs
-    from planner.capture.torch_internals import FakeTensorMode
     from planner.zoo import ZooModel
 
 Answer = TypeVar("Answer")
@@ -129,13 +128,13 @@ def working(args: argparse.Namespace, *, real: bool = False) -> Iterator[tuple[P
         yield progress, load(args, real=real)
 
 
-def load(args: argparse.Namespace, *, real: bool, mode: FakeTensorMode | None = None) -> ZooModel:
-    """Build the model that is named: for real, or without memory, in a mode that is there."""
+def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
+    """Build the model that is named: for real, or without memory."""
     from planner import zoo
     from planner.capture import fake_mode
     from planner.measure import devices
 
-    mode = None if real else mode or fake_mode()
+    mode = None if real else fake_mode()
     sizes = {size: getattr(args, size) for size in ("batch_size", "seq_len", "image_size", "layers")}
     dtype = DTYPES[args.dtype] if args.dtype else None
     specification = args.model or args.name

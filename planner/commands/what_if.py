@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,7 @@ from planner.errors import UsageError
 if TYPE_CHECKING:
     from planner.analysis.study import Study
     from planner.analysis.trade_off.answers import Answers
-    from planner.ir.schedule import Schedule
     from planner.report.progress import Shown
-    from planner.session.sizes import StudiesBySize
     from planner.zoo import ZooModel
 
 _DEFAULT_SECONDS = 25.0
@@ -35,7 +32,7 @@ class _WhatIf(AboutModel):
         "what-if gpt2 --budget 12GiB --html curve.html",
         "what-if gpt2 --budget 20GiB --batch-sizes 1..64",
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
-        "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
+        "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer --json -",
         "what-if gpt2 --device h100 --dtype bf16 --offload --host-budget 64GiB",
     )
 
@@ -61,7 +58,7 @@ class _WhatIf(AboutModel):
         ):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
-        axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
+        axes.add_argument("--solvers", **NAMES, help="solvers, and strategies, on the same axes")
         planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
         add(planning, Offload)
@@ -104,17 +101,12 @@ class _Asking:
     """Answers the questions about a model one after the other."""
 
     def __init__(self, args: argparse.Namespace, shown: Shown) -> None:
-        from planner.capture import fake_mode
-
         self.args = args
         self.shown = shown
         self.search = replace(picked(Search, vars(args)), progress=shown)
         self.offload = picked(Offload, vars(args))
         self.sizes = {name: sizes for name in _SIZES if (sizes := getattr(args, f"{name}s")) is not None}
         self.samples = 1
-        self._mode = fake_mode()
-        self._studies: StudiesBySize | None = None
-        """Of the model that was built for a size."""
 
     def answers(self) -> Answers:
         """Ask."""
@@ -131,7 +123,7 @@ class _Asking:
         return Answers(
             curve=sweep.with_sizes(self.sizes, self.sized, samples=self.samples, offload=self.offload),
             devices=on_devices(args.devices, self.study_on, for_one_row(self.search), self.offload),
-            methods=methods_beside(sweep, solvers, self.partitioned, self.shown.count),
+            methods=methods_beside(sweep, solvers, self.shown.count),
             plans=tuple(sweep.plans()) if args.html else (),
         )
 
@@ -144,42 +136,26 @@ class _Asking:
         return _asked.ask(planner.study, _asked.load(args, real=False), runtime=args.runtime, **asked)
 
     def study(self) -> Study:
-        """Capture the step that the curve is of; all sizes are captured with it that change nothing but its inputs."""
-        loaded = self.built(self.args)
-        others = [self.built(_with(self.args, **{name: sizes.values[-1]})) for name, sizes in self.sizes.items()]
+        """Capture the step that the curve is of."""
+        loaded = _asked.load(self.args, real=False)
         self.shown("capturing forward and backward")
         first = _asked.inputs_of(loaded).tensors()[0]
         self.samples = first.shape[0] if first.dim() else 1
-        studies = self._studies_of(loaded)
-        studies.expect(_asked.inputs_of(other) for other in others if studies.are_of(other.model))
-        return studies.at(_asked.inputs_of(loaded), loaded.loss_fn, beside_eager=True)
+        return self.studied(loaded, beside_eager=True)
 
     def sized(self, option: str, size: int) -> Study:
-        """Return the step at another size."""
-        loaded = self.built(_with(self.args, **{option: size}))
-        return self._studies_of(loaded).at(_asked.inputs_of(loaded), loaded.loss_fn)
+        """Capture the step at another size."""
+        return self.studied(_asked.load(_with(self.args, **{option: size}), real=False))
 
-    def built(self, args: argparse.Namespace) -> ZooModel:
-        """Build the model of some sizes, in the same mode as all others."""
-        return _asked.load(args, real=False, mode=self._mode)
-
-    def _studies_of(self, loaded: ZooModel) -> StudiesBySize:
+    def studied(self, loaded: ZooModel, *, beside_eager: bool = False) -> Study:
+        """Study the step of a model that was built."""
         from planner.session.step import Options
-        from planner.session.studying import studies_by_size
+        from planner.session.studying import options_of_study, study_step
 
-        if self._studies is None or not self._studies.are_of(loaded.model):
-            asked = _asked.keywords(self.args, Target, Training)
-            options = Options.of(asked | {"runtime": self.args.runtime, "search": self.search, "name": loaded.name})
-            self._studies = studies_by_size(loaded.model, options)
-        return self._studies
-
-    def partitioned(self) -> Iterator[Schedule]:
-        from planner.session.step import Options
-        from planner.session.studying import partitioner_schedules
-
-        loaded = _asked.load(self.args, real=False)
-        target, training = Target(self.args.device), picked(Training, vars(self.args))
-        return partitioner_schedules(loaded.model, _asked.inputs_of(loaded), Options(target=target, training=training))
+        asked = _asked.keywords(self.args, Target, Training)
+        options = Options.of(asked | {"runtime": self.args.runtime, "search": self.search, "name": loaded.name})
+        inputs = _asked.inputs_of(loaded)
+        return study_step(loaded.model, inputs, options_of_study(options), loaded.loss_fn, beside_eager=beside_eager)
 
 
 def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:

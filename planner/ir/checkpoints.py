@@ -9,24 +9,19 @@ them the lifetimes of a checkpointed step are those of a schedule, and ``simulat
 other. In a captured step a region is what runs again and no more (:func:`region_of`): of a module only the
 boundary stays, what others read in the forward and what cannot be recomputed; the rest is dropped after
 the module and recomputed, all at once, when the backward first needs any of it.
-
-What autograd alone still holds, for a backward that never comes, is a value of its own there: ``unread``
-makes it, ``unheld`` reads it where autograd lets go. A checkpoint saves nothing of that, and runs nothing
-again: in its region ``unread`` runs again right before ``unheld``, and then takes no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
 
 HOLD, SCRATCH, STOP, KEPT = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "checkpoint.kept"
-UNREAD, UNHELD = "checkpoint.unread", "checkpoint.unheld"
 END = "end of the step"
-BOOKKEEPING = (HOLD, SCRATCH, STOP, KEPT, UNREAD, UNHELD)
+BOOKKEEPING = (HOLD, SCRATCH, STOP, KEPT)
 """Operations that run nothing: they say how long something lives."""
 
 
@@ -53,21 +48,14 @@ class Region:
     hold: int | None
     """Its operation of that name; None if it holds nothing but what its second run reads."""
     recompute: tuple[int, ...]
-    """What is run again: ``scratch``, its operations up to the last one that saves anything, and ``stop``. Where the
-    backward reads nothing of it, ``unread`` alone."""
+    """What is run again: ``scratch``, its operations up to the last one that saves anything, and ``stop``."""
     recompute_before: int
-    """Operation right before which that happens, of the backward if it runs anything."""
+    """Operation of the backward right before which that happens."""
     release_at: int
     """Operation of the backward before which its inputs are let go."""
     keepable: tuple[Keepable, ...] = ()
     kept: tuple[Keepable, ...] = ()
     """Operations of it that need not run again, and those that do not: their stand-ins are in ``recompute``."""
-
-
-def nothing_unread(graph: TrainingGraph) -> TrainingGraph:
-    """Return a graph in which nothing need be held that no backward reads, for bounds on what regions can do."""
-    operations = (replace(o, inputs=()) if o.target == UNHELD else o for o in graph.operations)
-    return replace(graph, operations=tuple(operations))
 
 
 def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:

@@ -60,25 +60,6 @@ class InPlace:
             ),
         )
 
-    def read(self, single: Schedule) -> Schedule:
-        """Return a schedule of single operations, without offload, as one of this graph.
-
-        What is made again of an input that stays is not made again: here its result stays, which is as large.
-        """
-        part_of = {part: index for index, parts in enumerate(self.parts) for part in parts}
-        order: list[int] = []
-        ran: set[int] = set()
-        begun: set[int] = set()
-        for part in single.order:
-            index = part_of[part]
-            if part == self.parts[index][0]:
-                begun.add(index)
-            if index in begun and (index not in ran or part == self.parts[index][-1]):
-                order.append(index)
-                begun.remove(index)
-            ran.add(index)
-        return Schedule(tuple(order))
-
 
 def joined(
     graph: TrainingGraph,

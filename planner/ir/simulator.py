@@ -21,7 +21,6 @@ from operator import add
 from typing import NamedTuple
 
 from planner.errors import ScheduleError
-from planner.ir.checkpoints import UNREAD
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
@@ -122,8 +121,6 @@ class FetchedCopy(Copy):
 def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     """Return every copy of every value that a schedule makes, with its lifetime in positions.
 
-    A recomputed ``unread`` has no copy: the checkpoint that it stands for saves nothing of it.
-
     ScheduleError if an operation reads a value that was not made or is on the host, never runs, or runs twice and is
     not recomputable. O(runs x (inputs + outputs)).
     """
@@ -135,7 +132,6 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     born: list[int] = []
     died: list[int] = []
     fetched: set[int] = set()
-    unread: set[int] = set()
     leaving, returning = _moves(graph, schedule)
     moving = leaving.keys() | returning.keys()
     for position, index in enumerate(order):
@@ -169,8 +165,6 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
             retained = values[value].retained
             if first or not retained:
                 current[value] = len(born)
-            if operation.target == UNREAD and not first:
-                unread.add(len(born))
             value_of.append(value)
             born.append(position)
             died.append(end if retained and first else position)
@@ -180,7 +174,7 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     copies = [Copy(v, b, d) for v, b, d in zip(value_of, born, died, strict=True)]
     for copy in fetched:
         copies[copy] = FetchedCopy(value_of[copy], born[copy], died[copy])
-    return [copy for number, copy in enumerate(copies) if number not in unread] if unread else copies
+    return copies
 
 
 def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

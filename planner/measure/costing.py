@@ -11,7 +11,7 @@ import cost_models
 from cost_models.auto import AutoCosts
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
-from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
+from cost_models.measured import MeasuredCosts, Profile, filled
 from cost_models.roofline import RooflineCosts
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
@@ -202,7 +202,7 @@ def _by_profile(
     profile: Profile,
     inputs: tuple[tuple[int, ...], ...],
 ) -> Costing:
-    """Take costs from a profile, carried over where only the batch differs."""
+    """Take costs from a profile of this step."""
     graph = lowered.graph
     if profile.device != spec.name:
         raise ProfileMismatchError(
@@ -212,30 +212,16 @@ def _by_profile(
         raise ProfileMismatchError(
             f"the profile was made with torch {profile.torch}, here is {torch.__version__}: profile again"
         )
-    warnings: tuple[Finding, ...] = ()
     expected = {operation.signature for operation in profile.operations} - {""}
     wanted = {operation.signature for operation in graph.operations} - {""}
     if not wanted <= expected:
-        ours = profiling.profiled_operations(lowered)
-        same_places = [o.key for o in ours] == [o.key for o in profile.operations]
-        if not (same_places and differ_in_batch_only(profile.inputs, inputs)):
-            example = next(o for o in graph.operations if o.signature and o.signature not in expected)
-            raise ProfileMismatchError(
-                f"the profile is of another step ({profile.model}, inputs {_shapes(profile.inputs)}; here "
-                f"{_shapes(inputs)}): {len(wanted - expected)} of {len(wanted)} different operations are not in it, "
-                f"for example {example.target} in {example.module or 'the model'}; profile this one"
-            )
-        warnings = (
-            Finding(
-                rule="profile-scaled",
-                evidence=f"the profile was measured with inputs {_shapes(profile.inputs)}",
-                cause="its times were scaled to this batch",
-                fix="profile at this batch size for exact times",
-            ),
+        example = next(o for o in graph.operations if o.signature and o.signature not in expected)
+        raise ProfileMismatchError(
+            f"the profile is of another step ({profile.model}, inputs {_shapes(profile.inputs)}; here "
+            f"{_shapes(inputs)}): {len(wanted - expected)} of {len(wanted)} different operations are not in it, "
+            f"for example {example.target} in {example.module or 'the model'}; profile this one"
         )
-        profile = scaled(profile, ours, inputs)
-    costs = _without_loss(graph, filled(graph.operations, estimates, profile))
-    return Costing(costs, MeasuredCosts.name, profile, warnings)
+    return Costing(_without_loss(graph, filled(graph.operations, estimates, profile)), MeasuredCosts.name, profile)
 
 
 def _warnings(outcome: profiling.Outcome) -> Iterator[Finding]:

@@ -24,16 +24,6 @@ _UNIFIED_SINCE = (2, 12)
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """The first that is there counts."""
-_WITHOUT_EFFECT = {
-    "backend": ("native",),
-    "expandable_segments": ("True", "False"),
-    "pinned_num_register_threads": None,
-    "pinned_reserve_segment_size_mb": None,
-    "pinned_use_background_threads": None,
-    "pinned_use_cuda_host_register": None,
-    "pinned_use_host_register": None,
-}
-"""Settings of the allocator that leave predictions as they are, by their values; None where all do."""
 
 
 def workspaces(
@@ -93,7 +83,7 @@ def not_simulated(environment: Mapping[str, str] = os.environ) -> str:
     others = [
         f"{key}:{value}"
         for key, value in settings.items()
-        if key not in _WITHOUT_EFFECT or value not in (_WITHOUT_EFFECT[key] or (value,))
+        if not (key == "expandable_segments" or key.startswith("pinned_") or f"{key}:{value}" == "backend:native")
     ]
     return f"{name} sets {', '.join(others)}" if others else ""
 

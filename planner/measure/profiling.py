@@ -223,17 +223,12 @@ def profile_of(
         date=date.today().isoformat(),
         inputs=inputs,
         measurements=outcome.measurements,
-        operations=profiled_operations(lowered),
-    )
-
-
-def profiled_operations(lowered: LoweredGraph) -> tuple[ProfiledOperation, ...]:
-    """Describe a step's operations as a profile does."""
-    return tuple(
-        ProfiledOperation(
-            key=o.key, signature=o.signature, target=o.target, dtype=o.dtype, flops=o.flops, moved_bytes=o.moved_bytes
-        )
-        for o in lowered.graph.operations
+        operations=tuple(
+            ProfiledOperation(
+                **{name: getattr(o, name) for name in ("key", "signature", "target", "dtype", "flops", "moved_bytes")}
+            )
+            for o in lowered.graph.operations
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planner.common.units import format_bytes, round_up
@@ -208,42 +208,25 @@ def simulate_reserved(
     it is kept on the host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
     A ScheduleError says that the schedule cannot be run, a UsageError that a resident tensor has a negative size.
     """
-    copies = lifetimes(graph, schedule)
-    blocks = [(graph.values[copy.value].size_bytes, copy.born, copy.died) for copy in copies]
-    allocator = _holding(resident_bytes, expandable=expandable)
-    # The second step finds the segments as the first one left them.
-    _run(allocator, blocks, [costs[index].workspace_bytes for index in schedule.order], times=2)
-    return allocator
-
-
-def _holding(resident_bytes: Iterable[int], *, expandable: bool) -> Allocator:
-    """Return a new allocator with the resident memory allocated."""
     allocator = ExpandableAllocator() if expandable else Allocator()
-    for size_bytes in resident_bytes:
-        if size_bytes:
-            allocator.allocate(size_bytes)
-    return allocator
-
-
-def _run(
-    allocator: Allocator, blocks: Iterable[tuple[int, int, int]], workspaces_bytes: Sequence[int], *, times: int = 1
-) -> None:
-    """Allocate and free blocks by their lifetimes in positions, with a workspace at each position."""
+    for size_bytes in filter(None, resident_bytes):
+        allocator.allocate(size_bytes)
     born: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     died: defaultdict[int, list[int]] = defaultdict(list)
-    for number, (size_bytes, first, last) in enumerate(blocks):
-        if size_bytes:
-            born[first].append((number, size_bytes))
-            died[last].append(number)
+    for number, copy in enumerate(lifetimes(graph, schedule)):
+        if size_bytes := graph.values[copy.value].size_bytes:
+            born[copy.born].append((number, size_bytes))
+            died[copy.died].append(number)
     handles: dict[int, int] = {}
-    for _ in range(times):
-        for position, workspace_bytes in enumerate(workspaces_bytes):
+    for _ in range(2):  # the second step finds the segments as the first one left them
+        for position, index in enumerate(schedule.order):
             for number, size_bytes in born[position]:
                 handles[number] = allocator.allocate(size_bytes)
-            if workspace_bytes > 0:
+            if (workspace_bytes := costs[index].workspace_bytes) > 0:
                 allocator.free(allocator.allocate(workspace_bytes))
             for number in died[position]:
                 allocator.free(handles[number])
+    return allocator
 
 
 def _segment_bytes(rounded_bytes: int) -> int:

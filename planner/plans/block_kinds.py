@@ -6,7 +6,7 @@ costs hardly anything to do without: a block that recomputes a little more holds
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,11 +18,14 @@ from planner.ir.schedule import Schedule
 MOST_KINDS = 3
 """Of equal blocks: those that keep, those that recompute, and those in between."""
 
+Family = tuple[str, ...]
+"""The keys of a block's operations without its own path: the same in equal blocks."""
+
 Kind = frozenset[tuple[int, tuple[int, ...]]]
 """What runs again before what, each as a number within its block."""
 
 
-def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS) -> Schedule:
+def with_few_kinds(problem: Problem, schedule: Schedule) -> Schedule:
     """Return a schedule with few different recompute sets among equal blocks, as far as the budget allows.
 
     The kind that fewest blocks have gives way first: all of these take another of the kinds at hand, that with which
@@ -33,47 +36,38 @@ def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS)
         blocks = _Blocks.of(problem.graph, schedule)
     except ScheduleError:
         return schedule
-    kept: set[tuple[Sequence[str], Kind]] = set()
-    while found := blocks.superfluous(most, kept):
+    kept: set[tuple[Family, Kind]] = set()
+    while found := blocks.superfluous(kept):
         family, kind = found
-        tried = [blocks.instead(family, kind, other) for other in blocks.kinds(family) if other != kind]
         fitting = []
-        for number, other in enumerate(tried):
-            evaluation = problem.evaluate(other.schedule())
-            if evaluation.peak_bytes <= problem.budget_bytes:
-                fitting.append((evaluation.seconds, number))
+        for number, other in enumerate(blocks.kinds_of(family)):
+            evaluation = problem.evaluate(blocks.instead(family, kind, other).schedule())
+            if other != kind and evaluation.peak_bytes <= problem.budget_bytes:
+                fitting.append((evaluation.seconds, number, other))
         if fitting:
-            blocks = tried[min(fitting)[1]]
+            blocks = blocks.instead(family, kind, min(fitting, key=lambda one: one[:2])[2])
         else:
             kept.add(found)
     return blocks.schedule()
 
 
 @dataclass(frozen=True)
-class _Block:
-    """A block's operations, and its recompute set."""
-
-    operations: list[int]
-    family: tuple[str, ...]
-    """Its operations' keys without its own path: the same in equal blocks."""
-    kind: Kind
-
-
-@dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a step, and the recompute set outside of them."""
+    """The blocks of a step: of each its operations, its family and its kind, and the recompute set outside of them."""
 
     graph: TrainingGraph
-    blocks: Sequence[_Block]
+    operations: Sequence[Sequence[int]]
+    families: Sequence[Family]
+    kinds: Sequence[Kind]
     others: Mapping[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, graph: TrainingGraph, schedule: Schedule) -> _Blocks:
         """Read the recompute set of each block off a schedule."""
-        inside: dict[str, list[int]] = {}
+        inside: defaultdict[str, list[int]] = defaultdict(list)
         for index, operation in enumerate(graph.operations):
             if operation.region:
-                inside.setdefault(operation.region, []).append(index)
+                inside[operation.region].append(index)
         number = {index: at for operations in inside.values() for at, index in enumerate(operations)}
         asked: dict[str, set[tuple[int, tuple[int, ...]]]] = {path: set() for path in inside}
         others: dict[int, tuple[int, ...]] = {}
@@ -83,42 +77,32 @@ class _Blocks:
                 asked[region].add((number[index], tuple(number[each] for each in again)))
             else:
                 others[index] = again
-        blocks = [
-            _Block(
-                operations,
-                tuple(graph.operations[i].key.removeprefix(path) for i in operations),
-                frozenset(asked[path]),
-            )
-            for path, operations in inside.items()
-        ]
-        return cls(graph, blocks, others)
+        families = [tuple(graph.operations[i].key.removeprefix(path) for i in own) for path, own in inside.items()]
+        return cls(graph, list(inside.values()), families, [frozenset(one) for one in asked.values()], others)
 
-    def kinds(self, family: Sequence[str]) -> list[Kind]:
+    def kinds_of(self, family: Family) -> list[Kind]:
         """Return the different recompute sets of equal blocks, the most frequent first."""
-        counted = Counter(block.kind for block in self.blocks if block.family == family)
+        counted = Counter(kind for own, kind in zip(self.families, self.kinds, strict=True) if own == family)
         return [kind for kind, _ in counted.most_common()]
 
-    def superfluous(self, most: int, kept: set[tuple[Sequence[str], Kind]]) -> tuple[Sequence[str], Kind] | None:
-        """Return the rarest kind of blocks that have more than the ``most``, of those that are not to be kept."""
-        for family in dict.fromkeys(block.family for block in self.blocks):
-            kinds = self.kinds(family)
+    def superfluous(self, kept: set[tuple[Family, Kind]]) -> tuple[Family, Kind] | None:
+        """Return the rarest kind of blocks that have more than :data:`MOST_KINDS`, of those that are not kept."""
+        for family in dict.fromkeys(self.families):
+            kinds = self.kinds_of(family)
             free = [kind for kind in kinds if (family, kind) not in kept]
-            if len(kinds) > most and free:
+            if len(kinds) > MOST_KINDS and free:
                 return family, free[-1]
         return None
 
-    def instead(self, family: Sequence[str], kind: Kind, other: Kind) -> _Blocks:
+    def instead(self, family: Family, kind: Kind, other: Kind) -> _Blocks:
         """Return the blocks with another kind in place of one."""
-        changed = [
-            replace(block, kind=other) if (block.family, block.kind) == (family, kind) else block
-            for block in self.blocks
-        ]
-        return replace(self, blocks=changed)
+        pairs = zip(self.families, self.kinds, strict=True)
+        return replace(self, kinds=[other if pair == (family, kind) else pair[1] for pair in pairs])
 
     def schedule(self) -> Schedule:
         """Return the schedule of these recompute sets."""
         before = dict(self.others)
-        for block in self.blocks:
-            for index, again in block.kind:
-                before[block.operations[index]] = tuple(block.operations[each] for each in again)
+        for operations, kind in zip(self.operations, self.kinds, strict=True):
+            for index, again in kind:
+                before[operations[index]] = tuple(operations[each] for each in again)
         return Schedule.with_recomputations(self.graph, before)

@@ -102,24 +102,18 @@ def calls_in(first: Iterable[Call]) -> Iterator[Call]:
 def _moments(first: Iterable[Call]) -> Iterator[Callable[[float], int]]:
     """Return what is held at every call's own peak, as a function of the fraction: a straight line."""
 
-    def visit(calls: Iterable[Call], before: list[Call]) -> Iterator[Callable[[float], int]]:
+    def visit(calls: Iterable[Call], before: tuple[Call, ...]) -> Iterator[Callable[[float], int]]:
         for call in calls:
-            yield (
-                lambda fraction, call=call, before=tuple(before): (
-                    sum(  # type: ignore[misc]
-                        c.kept_bytes(fraction) for c in before
-                    )
-                    + _alone_bytes(call, fraction)
-                )
-            )
-            yield from visit(call.after.values(), [*before, call])
 
-    return visit(first, [])
+            def held(fraction: float, call: Call = call) -> int:
+                low, high = (needs.followed_by(0, call.left_after_bytes) for needs in (call.lowest, call.whole))
+                own_bytes = call.own_bytes + int(_between(fraction, low, high))
+                return sum(earlier.kept_bytes(fraction) for earlier in before) + own_bytes
 
+            yield held
+            yield from visit(call.after.values(), (*before, call))
 
-def _alone_bytes(call: Call, fraction: float) -> int:
-    low, high = (n.followed_by(0, call.left_after_bytes) for n in (call.lowest, call.whole))
-    return call.own_bytes + int(_between(fraction, low, high))
+    return visit(first, ())
 
 
 def _between(fraction: float, low: int, high: int) -> float:

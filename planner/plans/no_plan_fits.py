@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from planner.common.options import Search
 from planner.common.units import format_bytes
 from planner.errors import HostBudgetError, InfeasibleBudgetError
-from planner.ir.checkpoints import nothing_unread
 from planner.ir.problem import Problem
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import OPTIMIZER_STEP, whole_peak_bytes
@@ -51,7 +50,7 @@ def no_plan_fits(
 ) -> NoPlanFitsError:
     """Return the error with a feasible budget of the whole device, what limits it, and whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    proven_bytes = min(map(proven_lowest, in_orders_tried(replace(problem, graph=nothing_unread(graph)))))
+    proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))

@@ -94,6 +94,13 @@ def from_json(text: str) -> Profile:
         raise PlanFileError(f"the profile is of schema {schema}, and schema {SCHEMA} is what can be read here")
     file = root.read(_File)
     signatures = [row.signature for row in file.measurements]
+    operations = []
+    for row in file.operations:
+        data = to_data(row)
+        number = data.pop("measurement")
+        if number is not None and number >= len(signatures):
+            raise PlanFileError(f"an operation names measurement {number} of {len(signatures)}")
+        operations.append(ProfiledOperation(signature="" if number is None else signatures[number], **data))
     return Profile(
         **attributes(file, "model", "device", "torch", "date"),
         inputs=file.inputs,
@@ -101,13 +108,5 @@ def from_json(text: str) -> Profile:
             row.signature: Measurement(seconds=row.seconds, runs=row.runs, workspace_bytes=row.workspace_bytes)
             for row in file.measurements
         },
-        operations=tuple(_unfiled(row, signatures) for row in file.operations),
+        operations=tuple(operations),
     )
-
-
-def _unfiled(row: _Operation, signatures: list[str]) -> ProfiledOperation:
-    data = to_data(row)
-    number = data.pop("measurement")
-    if number is not None and number >= len(signatures):
-        raise PlanFileError(f"an operation names measurement {number} of {len(signatures)}")
-    return ProfiledOperation(signature="" if number is None else signatures[number], **data)

@@ -106,12 +106,6 @@ class Options:
             given["budget"] = Budget.of(asked["budget"])
         return cls(name=asked.get("name", ""), policy=asked.get("policy"), **given | more)
 
-    def without_measuring(self) -> Options:
-        """Return the options with the roofline cost model if costs would be measured by default."""
-        if self.target.cost_model != AutoCosts.name:
-            return self
-        return replace(self, target=replace(self.target, cost_model=RooflineCosts.name))
-
     def after(self, plan: Plan) -> Options:
         """Return the options for other input sizes: a percentage keeps the largest number of bytes it came to."""
         return replace(self, budget=self.budget.after(plan.budget_bytes))
@@ -416,13 +410,14 @@ def cost(
 
     Deterministic and reused plans measure nothing.
     """
+    target = options.target
     if options.search.deterministic or options.reused_plan is not None:
-        options = options.without_measuring()
+        target = replace(target, cost_model=RooflineCosts.name) if target.cost_model == AutoCosts.name else target
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
             lowered,
             spec,
-            options.target,
+            target,
             here=device_here(of_model(model), spec),
             is_fake=is_fake(model),
             inputs=tuple(tuple(tensor.shape) for tensor in called_with(model, lowered.joint)),

@@ -1,13 +1,13 @@
-"""Questions about a step: studies, what-if curves and audits, with PyTorch's partitioner for comparison."""
+"""Questions about a step: studies, what-if curves and audits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
@@ -15,59 +15,15 @@ from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_range
 from planner.analysis.trade_off.types import TradeOffCurve
-from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
-from planner.capture.joint import JointGraph
-from planner.capture.lowering import LoweredGraph
+from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
 from planner.capture.model_facts import has_several_ranks
-from planner.capture.torch_internals import min_cut_partition
 from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
-from planner.errors import PlannerError, UsageError
-from planner.ir.schedule import Schedule
+from planner.errors import UsageError
 from planner.plans.plan import Plan
-from planner.session.sizes import StudiesBySize
-from planner.session.step import Options, captured, lower_step, study_lowered
-
-_RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""Values of ``activation_memory_budget`` that are tried."""
-
-
-def _partition(joint: JointGraph, ratio: float) -> tuple[fx.Graph, fx.Graph]:
-    """Split a joint graph with PyTorch's partitioner under its own kind of budget, without running it."""
-    module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
-    forward, backward = min_cut_partition(module, ratio, joint.num_forward_outputs)
-    return forward.graph, backward.graph
-
-
-def _read_schedule(split: tuple[fx.Graph, fx.Graph], lowered: LoweredGraph) -> Schedule:
-    """Write PyTorch's two graphs as a schedule of our operations, in their order.
-
-    Nodes keep their names, so one that is in both graphs is recomputed. Views and elements of tuples are no operations:
-    their storage is saved or recomputed with its owner.
-    """
-    index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
-    free = {node.name for node in lowered.alias_nodes}
-
-    def runs(graph: fx.Graph) -> list[int]:
-        names = [node.name for node in graph.nodes if node.op == "call_function"]
-        if unknown := [name for name in names if name not in index_of and name not in free]:
-            raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
-        return [index_of[name] for name in names if name in index_of]
-
-    forward, backward = split
-    return Schedule((*runs(forward), lowered.graph.loss_index, *runs(backward)))
-
-
-def partitioner_schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
-    """Yield the partitioner's schedule at each ratio, on the graph that :func:`planner.study` captures."""
-    joint = captured(model, inputs, options)
-    step = lower_step(model, joint, options)
-    in_place = study_lowered(model, step, options).in_place
-    assert in_place is not None
-    for ratio in _RATIOS:
-        yield in_place.read(_read_schedule(_partition(joint, ratio), step.lowered))
-
+from planner.session.eager_study import study_eager, with_eager
+from planner.session.step import Options, captured, lower_as_run, study_lowered, with_loss
+from planner.session.step_planning import chunked
 
 _SIZES = {"batch_size": "batch sizes", "seq_len": "sequence lengths"}
 
@@ -117,30 +73,49 @@ def study(
     >>> [step.plan(budget=budget).status for budget in ("100%", "80%")]
     ['optimal', 'optimal']
     """
-    options = _naming_a_runtime(Options.of(locals()))
-    return studies_by_size(model, options).at(Inputs.of(inputs), loss_fn, beside_eager=True)
+    options = options_of_study(Options.of(locals()))
+    return study_step(model, Inputs.of(inputs), options, loss_fn, beside_eager=True)
 
 
-def _naming_a_runtime(options: Options, default: str = "graph") -> Options:
-    """Return options with a runtime that can be studied, also if ``Runtime(chunk=4)`` names none."""
-    name = default if options.runtime.name == "auto" else options.runtime.name
-    return replace(options, runtime=replace(options.runtime, name=name))
+def options_of_study(options: Options, default: str = "graph") -> Options:
+    """Return options for studies, which budgets are asked of; UsageError for what cannot be studied.
 
-
-def studies_by_size(model: nn.Module, options: Options) -> StudiesBySize:
-    """Return the studies of a model's step, by input size."""
-    check_model(model)
-    runtime, chunks = options.runtime.name, options.runtime.chunk
-    if runtime not in ("graph", "modules"):
-        raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
+    A runtime that can be studied is named, also if ``Runtime(chunk=4)`` names none.
+    """
+    name, chunks = default if options.runtime.name == "auto" else options.runtime.name, options.runtime.chunk
+    if name not in ("graph", "modules"):
+        raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {name!r}")
     if not isinstance(chunks, int):
         raise UsageError(
             "a step is studied in one number of chunks: give it, or use planner.plan with Runtime(chunk='auto')"
         )
     if chunks != 1:
-        chunked_graph(runtime, several_devices=has_several_ranks())
-    # Budgets are asked of the study; what percentages are of is known to it whatever reports are to compare.
-    return StudiesBySize(model, replace(options, budget=Budget(), search=replace(options.search, compare=True)))
+        chunked_graph(name, several_devices=has_several_ranks())
+    # What percentages are of is known to a study whatever reports are to compare.
+    search = replace(options.search, compare=True)
+    return replace(options, runtime=replace(options.runtime, name=name), budget=Budget(), search=search)
+
+
+def study_step(
+    model: nn.Module,
+    inputs: Inputs,
+    options: Options,
+    loss_fn: LossFunction | None = None,
+    *,
+    beside_eager: bool = False,
+) -> Study:
+    """Return the study of a step by :func:`options_of_study`; eager's own is recorded only with ``beside_eager``."""
+    check_model(model)
+    options = with_loss(model, options, loss_fn, inputs)
+    if options.runtime.name == "modules":
+        return study_eager(model, inputs, options)
+    check_plannable(model, inputs)
+    if beside_eager:
+        options = with_eager(model, options, inputs)
+    step = lower_as_run(model, captured(model, inputs, options), options)
+    if isinstance(options.runtime.chunk, int) and options.runtime.chunk != 1:
+        step = chunked(model, step, options.runtime.chunk, options)
+    return study_lowered(model, step, options)
 
 
 def what_if(
@@ -202,28 +177,26 @@ def what_if(
     >>> curve.points[-1].overhead
     0.0
     """
-    options = _naming_a_runtime(Options.of(locals()))
-    search, budget = options.search, options.budget.size
+    asked_for = Options.of(locals())
+    search, budget = asked_for.search, asked_for.budget.size
     if unknown := set(sizes or {}) - set(_SIZES):
         raise UsageError(f"sizes are asked about by {' or '.join(map(repr, _SIZES))}, not {min(unknown)!r}")
     asked = {name: parse_sizes(as_typed(wanted), what=_SIZES[name]) for name, wanted in (sizes or {}).items()}
     if asked and budget is None:
         raise UsageError("sizes are asked about at a budget: give budget, what is to fit")
     points, typed = points_and_range(budgets)
-    options.budget.check(or_none=True)
+    asked_for.budget.check(or_none=True)
+    options, example = options_of_study(asked_for), Inputs.of(inputs)
     check_solver(options.runtime.name, search.solver)
     offloading_runtime(options.runtime.name, options.offload)
-    studies, example = studies_by_size(model, options), Inputs.of(inputs)
     resized = {"batch_size": example.with_batch, "seq_len": example.with_length}
-    for name, wanted in asked.items():
-        studies.expect(resized[name](size) for size in wanted.values[:2])
-    step = studies.at(example, loss_fn, beside_eager=True)
+    step = study_step(model, example, options, loss_fn, beside_eager=True)
     host = step.host_for(options.offload)
     sweep = CurveSweep(step, search, points=points, budgets=typed, asked=budget, host=host)
     sweep.run()
 
     def sized(name: str, size: int) -> Study:
-        return studies.at(resized[name](size), loss_fn)
+        return study_step(model, resized[name](size), options, loss_fn)
 
     samples = example.batch_size if asked else 1
     return sweep.with_sizes(asked, sized, samples=samples, offload=options.offload)
@@ -280,11 +253,10 @@ def audit(
     >>> found.now.overhead, found.fits, found.within_budget.status
     (0.0, False, 'optimal')
     """
-    options = Options.of(locals())
+    asked_for = Options.of(locals())
     known = read_current(current)  # refused before minutes of capture
-    options = _naming_a_runtime(
-        options, "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
-    )
+    default = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
+    options = options_of_study(asked_for, default)
     check_solver(options.runtime.name, options.search.solver)
     check_model(model)
     try:
@@ -294,6 +266,5 @@ def audit(
             f"{error}; then name it here with current='every-layer', which is simulated on the model without it "
             "(planner.check looks at the model as it is, and names this checkpointing-already-on)"
         ) from error
-    studies = studies_by_size(model, options)
-    step = studies.at(Inputs.of(inputs), loss_fn, beside_eager=True)
-    return audit_study(step, current, options.search, options.budget.size)
+    step = study_step(model, Inputs.of(inputs), options, loss_fn, beside_eager=True)
+    return audit_study(step, current, asked_for.search, asked_for.budget.size)

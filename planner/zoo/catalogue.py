@@ -58,7 +58,6 @@ INPUTS: dict[str, dict[str, tuple[str | int, ...]]] = {
     "tokens": {"input_ids": ("batch", "length", "index"), "labels": ("batch", "length", "index")},
     "images": {"pixel_values": _IMAGES, "labels": ("batch", "index")},
     "pixels": {"pixel_values": _IMAGES, "labels": ("batch", "side", "side", "index")},
-    "noise": {"pixel_values": _IMAGES, "timesteps": ("batch", "index"), "labels": _IMAGES},
     "sound": {"input_features": ("batch", 80, "length", "normal"), "labels": ("batch", "index")},
 }
 """Extents of each input, and whether it is drawn from a normal distribution or is an index of a class or token."""
@@ -70,15 +69,12 @@ def _minigpt(sizes: Sizes) -> hf.Made:
     return MiniGPT(layers=sizes.layers, positions=max(1024, sizes.seq_len or 0)), 10_000
 
 
-def _unet(name: str, classes: int, *, sizes: Sizes) -> hf.Made:
-    from planner.zoo import unets
+def _unet(sizes: Sizes) -> hf.Made:
+    from planner.zoo.modules import UNet
 
-    halvings = sizes.layers if name == "UNet" else 3
-    if not sizes.image_size or sizes.image_size % 2**halvings:
-        raise UsageError(
-            f"a U-Net halves images {halvings} times: image size {sizes.image_size} is no multiple of {2**halvings}"
-        )
-    return getattr(unets, name)(sizes.layers), classes
+    if not sizes.image_size or sizes.image_size % 2**sizes.layers:
+        raise UsageError(f"a U-Net of {sizes.layers} levels halves images as often: {sizes.image_size} is no multiple")
+    return UNet(sizes.layers), 21
 
 
 _BLOCKS = "blocks per stage at most"
@@ -116,10 +112,7 @@ ZOO = {
     "t5-base": Entry("T5 base, encoder and decoder (transformers), 223M parameters", Sizes(8, 12, 512), hf.t5,
                      "layers each way"),
     "unet": Entry("U-Net, a class for each pixel, 31M parameters", Sizes(8, 4, image_size=256),
-                  partial(_unet, "UNet", 21), "levels", inputs="pixels"),
-    "diffusion-unet": Entry("Denoising diffusion U-Net with attention and dropout, 36M parameters",
-                            Sizes(32, 2, image_size=32), partial(_unet, "DiffusionUNet", 1000),
-                            "residual blocks a level", inputs="noise"),
+                  _unet, "levels", inputs="pixels"),
     "convnext-tiny": Entry("ConvNeXt tiny with stochastic depth (transformers), 28.6M parameters",
                            Sizes(32, 9, image_size=224),
                            partial(hf.convnext, 3, 3, 9, 3, widths=(96, 192, 384, 768), drop_path=0.1), _BLOCKS),

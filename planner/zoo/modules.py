@@ -1,10 +1,11 @@
-"""The zoo's own language model: a small decoder, written the way its users write it.
+"""The zoo's own models, written the way their users write them: a small language model, and a U-Net.
 
-It takes ``(input_ids, labels)``, labels already shifted, and returns the mean cross-entropy.
+Labels are already shifted; both return their mean cross-entropy.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -87,3 +88,35 @@ class MiniGPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def double_convolution(incoming: int, outgoing: int) -> nn.Sequential:
+    """Return two 3x3 convolutions, each normalised over the batch and rectified."""
+    layers: list[nn.Module] = []
+    for width in (incoming, outgoing):
+        convolution = nn.Conv2d(width, outgoing, 3, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outgoing), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """Ronneberger, Fischer and Brox's network of 2015, padded, with batch normalisation."""
+
+    def __init__(self, levels: int = 4, width: int = 64, classes: int = 21) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        self.stem = double_convolution(3, width)
+        self.down = nn.ModuleList(double_convolution(a, b) for a, b in itertools.pairwise(widths))
+        upwards = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.enlarge = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in upwards)
+        self.up = nn.ModuleList(double_convolution(2 * b, b) for _, b in upwards)
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        skips = [self.stem(pixel_values)]
+        for block in self.down:
+            skips.append(block(F.max_pool2d(skips[-1], 2)))
+        x = skips.pop()
+        for enlarge, block in zip(self.enlarge, self.up, strict=True):
+            x = block(torch.cat((skips.pop(), enlarge(x)), dim=1))
+        return F.cross_entropy(self.head(x), labels)

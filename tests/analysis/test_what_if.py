@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, pars
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
 from planner.common.limits import Clock
 from planner.common.options import Offload, Search
-from planner.errors import ClaimMismatchError, PlannerError, UsageError
+from planner.errors import ClaimMismatchError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
-from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
-from planner.plans.comparison import cheapest_within, every_nth_layer
+from planner.plans.comparison import cheapest_within
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
 from planner.report.what_if import render as render_what_if
 from planner.solving.incumbent import Incumbent
@@ -419,25 +418,6 @@ def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
     assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
     with pytest.raises(UsageError, match="did you mean every-layer"):
         methods_beside(toy, ["every-layers"])
-
-
-def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
-    graph = toy.study.graph
-    every = every_nth_layer(graph, 1)
-    assert every is not None
-
-    def decided() -> Iterator[Schedule]:
-        yield Schedule.keep_all(graph)
-        yield every
-        yield every
-        raise PlannerError("that is all")
-
-    (method,) = methods_beside(toy, ["pytorch"], decided)
-    step_seconds = sum(cost.seconds for cost in toy.study.costs)
-    again = simulate(graph, toy.study.costs, every)
-    assert [point.overhead for point in method.points] == [again.recompute_seconds / step_seconds, 0.0]
-    assert method.points[0].budget_bytes == again.peak_bytes + graph.total_static_bytes
-    assert method.reason == "that is all"
 
 
 # What is typed.

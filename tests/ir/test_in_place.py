@@ -91,17 +91,6 @@ def test_the_peak_is_that_of_the_parts_in_turn(seed: int) -> None:
     assert evaluation.peak_bytes <= simulate(graph, costs, single).peak_bytes
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_schedule_of_single_operations_is_read_back(seed: int) -> None:
-    graph, costs, may = overwriting(seed)
-    found = joined(graph, may, costs)
-    schedule = random_schedule(found.graph, seed)
-    assert found.read(found.carried_out(schedule)) == schedule
-    foreign = random_schedule(graph, seed)
-    evaluation = simulate(found.graph, found.costs(costs), found.read(foreign))
-    assert evaluation.seconds <= simulate(graph, costs, foreign).seconds + 1e-9
-
-
 def test_random_graphs_have_something_to_join() -> None:
     joins = [len(joined(graph, may, costs).over) for graph, costs, may in map(overwriting, SEEDS)]
     assert sum(map(bool, joins)) > 0.3 * len(joins) and max(joins) > 2

@@ -15,7 +15,7 @@ from torch import fx
 
 import cli
 import planner
-from cost_models.measured import Measurement, Profile, differ_in_batch_only
+from cost_models.measured import Measurement, Profile
 from planner.capture import fake_mode, operands
 from planner.common.options import grouped
 from planner.errors import ProfileFileError, ProfileMismatchError, UsageError
@@ -72,7 +72,6 @@ def test_plans_take_their_times_from_it(profile: Profile) -> None:
     assert plan.cost_model == "measured"
     once = sum(profile.measurements[o.signature].seconds for o in profile.operations if o.signature)
     assert plan.baseline_step_seconds == pytest.approx(once)
-    assert not any(warning.rule == "profile-scaled" for warning in plan.warnings)
     slow = replace(
         profile,
         measurements={
@@ -107,15 +106,11 @@ def test_a_measured_plan_is_applied_without_measuring_again(
     assert (used.cost_model, used.overhead, used.status) == ("measured", plan.overhead, plan.status)
 
 
-def test_another_batch_is_scaled_and_says_so(profile: Profile) -> None:
-    plan = planned(profile, batch=4 * BATCH)
-    assert [warning.rule for warning in plan.warnings if warning.rule == "profile-scaled"]
-    assert 1.5 < plan.baseline_step_seconds / planned(profile).baseline_step_seconds < 4.5
-
-
 def test_another_step_device_or_version_is_refused(profile: Profile) -> None:
     with pytest.raises(ProfileMismatchError, match="another step"):
         planner.plan(Net(depth=3), torch.randn(2 * BATCH, 64), **grouped(activation_budget="80%", profile=profile))
+    with pytest.raises(ProfileMismatchError, match="another step"):
+        planned(profile, batch=4 * BATCH)
     with pytest.raises(ProfileMismatchError, match="profile is of cpu, the plan for h100"):
         planned(profile, device="h100")
     with pytest.raises(ProfileMismatchError, match=r"torch 1\.0"):
@@ -144,21 +139,6 @@ def test_time_is_bounded_and_what_is_left_is_named(monkeypatch: pytest.MonkeyPat
     assert {operation.signature for operation in some.operations if operation.signature} - some.measurements.keys()
     with pytest.raises(UsageError, match="time limit"):
         planner.profile(Net(), torch.randn(BATCH, 64), time_limit_seconds=0)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ([(8, 4)], [(2, 4)], True),
-        ([(8, 4), (8,)], [(2, 4), (2,)], True),
-        ([(8, 4), (8,)], [(2, 4), (3,)], False),
-        ([(8, 4)], [(8, 2)], False),
-        ([(8, 4)], [(8, 4), (8,)], False),
-        ([()], [()], False),
-    ],
-)
-def test_what_a_batch_is(one: list[tuple[int, ...]], other: list[tuple[int, ...]], same: bool) -> None:
-    assert differ_in_batch_only(one, other) is same
 
 
 def spoilt(profile: Profile, change: Any, path: Path) -> Path:

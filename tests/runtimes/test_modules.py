@@ -126,9 +126,7 @@ def choices(variants: Sequence[Region]) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), images(2, size=8)), (Detached(2), rows(16))]
-)
+@pytest.mark.parametrize(("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), images(2, size=8))])
 def test_the_choice_is_the_best_of_all(model: nn.Module, x: torch.Tensor) -> None:
     problem, regions = problem_of(model, x)
     variants = variants_of(regions, problem.graph, problem.costs)
@@ -155,7 +153,7 @@ def test_the_choice_is_the_best_of_all(model: nn.Module, x: torch.Tensor) -> Non
         assert bound_seconds == pytest.approx(best, rel=1e-4, abs=1e-12)
         assert outcome[tuple(sorted(chooser.lowest()))][0] == lowest
         cheaper += all(best < seconds for peak, seconds in whole.values() if peak <= budget)
-    assert cheaper or isinstance(model, Detached)  # of which nothing runs again
+    assert cheaper
 
 
 class RunsOut:

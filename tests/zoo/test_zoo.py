@@ -30,7 +30,6 @@ SMALL = {
     "resnet152": {"image_size": 32},
     "t5-base": {"seq_len": 16},
     "unet": {"image_size": 32},
-    "diffusion-unet": {"image_size": 16},
     "convnext-tiny": {"image_size": 32},
     "convnext-base": {"image_size": 32},
     "whisper-small-encoder": {"seq_len": 32},
@@ -47,7 +46,6 @@ REAL = (
     "resnet50",
     "t5-base",
     "unet",
-    "diffusion-unet",
     "convnext-tiny",
     "whisper-small-encoder",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,11 @@ from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.json_reader import attributes
 from planner.common.registry import did_you_mean
-from planner.errors import PlannerError, UsageError
+from planner.errors import UsageError
 from planner.ir.schedule import Schedule
 from planner.plans.comparison import evaluate
 from planner.plans.plan import Plan
 from planner.solvers.auto import AutoSolver
-
-PYTORCH = "pytorch"
-"""PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
 
 RECOMPUTE_ALONE = "recompute"
 """Solver ``auto`` without offload, beside a curve with it."""
@@ -44,7 +41,7 @@ class Method:
 
 def check(names: Sequence[str], runtime: str = "graph") -> None:
     """Refuse unknown methods, and those that a runtime cannot carry out."""
-    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
+    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), RECOMPUTE_ALONE)
     for name in names:
         if name not in known and not is_strategy(name):
             hint = did_you_mean(name, known, write=str)
@@ -59,19 +56,11 @@ def is_strategy(name: str) -> bool:
 
 
 def methods_beside(
-    curve: CurveSweep,
-    names: Sequence[str],
-    pytorch: Callable[[], Iterable[Schedule]] | None = None,
-    count: Count = lambda done, total: None,
+    curve: CurveSweep, names: Sequence[str], count: Count = lambda done, total: None
 ) -> tuple[Method, ...]:
-    """Evaluate methods at the budgets of a curve, each solver with the curve's time limit.
-
-    ``pytorch`` gives what PyTorch's partitioner decides on the graph of the same step.
-    """
+    """Evaluate methods at the budgets of a curve, each solver with the curve's time limit."""
     check(names, curve.study.origin.runtime)
-    return tuple(
-        _pytorch(curve, pytorch) if name == PYTORCH else _method(curve, name, count) for name in dict.fromkeys(names)
-    )
+    return tuple(_method(curve, name, count) for name in dict.fromkeys(names))
 
 
 def _method(curve: CurveSweep, name: str, count: Count) -> Method:
@@ -89,22 +78,6 @@ def _method(curve: CurveSweep, name: str, count: Count) -> Method:
     sweep = CurveSweep(curve.study, search, known=curve, host=host)
     sweep.run(count)
     return Method(name=name, points=sweep.curve().points)
-
-
-def _pytorch(curve: CurveSweep, schedules: Callable[[], Iterable[Schedule]] | None) -> Method:
-    if schedules is None:
-        return Method(name=PYTORCH, points=(), reason="there is no model to partition")
-    tell = curve.search.under(PYTORCH).tell
-    tell("partitioning")
-    points: set[TradeOffPoint] = set()
-    reason = ""
-    try:
-        for schedule in schedules():
-            points.add(point_of(curve.study, schedule, PYTORCH))
-            tell(f"{len(points)} different points")
-    except PlannerError as error:  # what it decided before that still counts
-        reason = str(error)
-    return Method(name=PYTORCH, points=tuple(sorted(points, key=lambda point: point.budget_bytes)), reason=reason)
 
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:

@@ -7,14 +7,14 @@ alive: so the simulator frees things when eager does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from planner.capture import operands
-from planner.capture.eager.trace import Call, Save, Trace
+from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import has_distributed_tensors, units_of
@@ -22,7 +22,7 @@ from planner.capture.sharding import StepBuilder, spread_gradients
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import StepContext
-from planner.ir.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, UNHELD, UNREAD, Keepable, Region
+from planner.ir.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, Keepable, Region
 from planner.ir.graph import FOUND_TARGET
 from planner.ir.layers import is_within
 
@@ -46,8 +46,7 @@ class _Candidate:
     """A call that can be checkpointed: recomputes its runs up to before ``stop``.
 
     That happens before run ``before`` of the backward; until run ``until`` something of it is saved. ``keepable`` are
-    those that need not run, if their outputs are kept. Where the backward reads nothing that the call saves, nothing
-    runs again: ``unread`` is what is then not held.
+    those that need not run, if their outputs are kept.
     """
 
     module: str
@@ -57,17 +56,6 @@ class _Candidate:
     until: int
     statistics_bytes: int
     keepable: tuple[int, ...]
-    unread: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Unread:
-    """A storage that only autograd holds, from before one run to before another, and no backward reads."""
-
-    saves: tuple[Save, ...]
-    since: int
-    until: int
-    value: int
 
 
 def lower_eager(trace: Trace, model: nn.Module, inputs: list[torch.Tensor], context: StepContext) -> EagerStep:
@@ -94,7 +82,6 @@ class _Lowering(StepBuilder):
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=stays)
         if units:
             self.shard(units, self._gradient_of)
-        self.unread = tuple(self._unread())
         self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
         self.run_at: list[int] = []
@@ -108,37 +95,11 @@ class _Lowering(StepBuilder):
         found = self.trace.gradients.get(name)
         return found if found in self.made else None
 
-    def _unread(self) -> Iterator[_Unread]:
-        """Find storages that only autograd holds during the forward and releases unread.
-
-        That is what an encoder saves whose outputs are detached: all of it is let go before the backward begins.
-        """
-        used = [storage.died or 0 for storage in self.trace.storages]
-        for position, run in enumerate(self.trace.runs):
-            for value in (*run.reads, *run.makes):
-                used[value] = max(used[value], position + 1)
-        saves: defaultdict[int, list[Save]] = defaultdict(list)
-        for save in self.trace.saves:
-            if save.storage is None:
-                continue
-            released = len(self.trace.runs) if save.released is None else save.released
-            if save.read is None and released <= self.trace.backward:
-                saves[save.storage].append(save)
-            else:
-                used[save.storage] = max(used[save.storage], released)
-        for storage, unread in saves.items():
-            since, until = used[storage], max(save.released or 0 for save in unread)
-            held = self.values[storage]
-            if since < until and held.size_bytes and not held.retained:
-                value = self.add_value(f"{held.name}, unread", held.size_bytes, kind=held.kind)
-                yield _Unread(saves=tuple(unread), since=since, until=until, value=value)
-
     def _let_go(self) -> defaultdict[int, list[int]]:
         """Return for each run the storages that are released right after it."""
         found = freed_after(self.trace.storages)
-        held_apart = {id(save) for unread in self.unread for save in unread.saves}
         for save in self.trace.saves:
-            if save.storage is not None and id(save) not in held_apart:
+            if save.storage is not None:
                 until = len(self.trace.runs) if save.released is None else save.released
                 found[until - 1].append(save.storage)
         for last, storages in found.items():
@@ -167,16 +128,8 @@ class _Lowering(StepBuilder):
         for candidate in candidates:
             begins[candidate.call.begin].append(candidate)
             stops[candidate.stop].append(candidate)
-        unread, unheld = defaultdict(list), defaultdict(list)
-        for held in self.unread:
-            unread[held.since].append(held)
-            unheld[held.until].append(held)
         keepable = {position for candidate in candidates for position in candidate.keepable}
         for position in range(len(self.trace.runs) + 1):
-            for held in unheld[position]:
-                self._add_note(UNHELD, held.saves[0].module, (held.value,), of=self.values[held.value].name)
-            for held in unread[position]:
-                self._add_note(UNREAD, held.saves[0].module, (), (held.value,), of=self.values[held.value].name)
             for candidate in stops[position]:
                 self._add_stop(candidate)
             for candidate in begins[position]:
@@ -240,15 +193,6 @@ class _Lowering(StepBuilder):
 
     def _region(self, candidate: _Candidate) -> Region:
         module = candidate.module
-        if candidate.unread:
-            names = [self.values[value].name for value in candidate.unread]
-            return Region(
-                module=module,
-                hold=self.noted[HOLD, module],
-                recompute=tuple(self.noted[UNREAD, name] for name in names),
-                recompute_before=min(self.noted[UNHELD, name] for name in names),
-                release_at=self.first_at[candidate.until],
-            )
         scratch = [self.noted[SCRATCH, module]] if self.random_state_bytes else []
         return Region(
             module=module,
@@ -287,12 +231,11 @@ class _Lowering(StepBuilder):
         made = frozenset(value for run in runs[call.begin : stop] for value in run.makes)
         read = [save.read for save in call.saves if save.read is not None]
         until = max((len(runs) if save.released is None else save.released for save in call.saves), default=stop)
-        unread = () if read else self._unread_of(call, made, until)
-        if not unread and not (read and any(save.storage in made for save in call.saves)):
+        if not (read and any(save.storage in made for save in call.saves)):
             return None
         if any(self.values[value].retained for value in made):
             return None  # beside what stays to the end, a second copy would be there for a while
-        before = min(read, default=until)
+        before = min(read)
         finds = {*call.given, *(value for run in runs[call.begin : stop] for value in run.reads)} - made
         if any(position < self.trace.backward for position in read) or not self._is_repeatable(call):
             return None
@@ -314,17 +257,7 @@ class _Lowering(StepBuilder):
                 if is_within(name, module) and keeps_statistics(part)
                 for buffer in part.buffers()
             ),
-            keepable=() if unread else self._keepable(range(call.begin, stop)),
-            unread=unread,
-        )
-
-    def _unread_of(self, call: Call, made: frozenset[int], until: int) -> tuple[int, ...]:
-        """Return the values of a call that only it holds and that are released unread before run ``until``."""
-        own = {id(save) for save in call.saves}
-        return tuple(
-            held.value
-            for held in self.unread
-            if held.until == until and held.saves[0].storage in made and own.issuperset(map(id, held.saves))
+            keepable=self._keepable(range(call.begin, stop)),
         )
 
     def _keepable(self, positions: range) -> tuple[int, ...]:

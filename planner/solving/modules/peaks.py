@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.ir.checkpoints import UNREAD, Region
+from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 
 Group = tuple[frozenset[int] | None, frozenset[int]]
@@ -56,13 +56,9 @@ class Needs:
         """For each region, the values that it makes again."""
         self._passing: list[set[int]] = []
         """For each region, the values from outside that nothing needs any more once it has run again."""
-        self._unread = {
-            value for operation in graph.operations if operation.target == UNREAD for value in operation.outputs
-        }
-        """What is never made again in truth: a region that makes it again does not hold it."""
         for number, region in enumerate(regions):
             made = {value for index in region.recompute for value in graph.operations[index].outputs}
-            self._own.append(made - self._unread)
+            self._own.append(made)
             for value in made:
                 self._makers[value].append(number)
             outside = {v for index in region.recompute for v in graph.operations[index].inputs} - made
@@ -98,7 +94,7 @@ class Needs:
             freed[last[value]] += graph.values[value].size_bytes
         live = peak = sum(freed)
         for position, index in enumerate(region.recompute):
-            for value in set(graph.operations[index].outputs) - self._unread:
+            for value in set(graph.operations[index].outputs):
                 live += graph.values[value].size_bytes
                 read_later = any(reader >= region.recompute_before for reader in graph.readers[value])
                 at = position if graph.values[value].retained else end if read_later else last[value]
@@ -124,9 +120,7 @@ class Needs:
             freed_by = held_by = frozenset[int]()
             if reader is not None:
                 freed_by = frozenset(
-                    r
-                    for r in self._makers[value]
-                    if value in self._unread or moment < _rerun(regions[r].recompute_before) <= _first_run(reader)
+                    r for r in self._makers[value] if moment < _rerun(regions[r].recompute_before) <= _first_run(reader)
                 )
                 if not freed_by:
                     fixed_bytes += size_bytes
