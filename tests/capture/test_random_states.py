@@ -56,7 +56,10 @@ def seeded() -> None:
 @pytest.mark.filterwarnings("ignore:runtime 'modules'", "ignore:Runtime")
 @pytest.mark.parametrize(
     ("of", "runtime"),
-    tiered(product(DRAWS, ["graph", "modules", "regional", "auto"]), slow=[*product(DRAWS, ["modules"])]),
+    tiered(
+        product(DRAWS, ["graph", "modules", "regional", "auto"]),
+        quick=[("Python's", "auto"), ("numpy's", "regional"), ("torch's", "graph"), ("torch's", "modules")],
+    ),
 )
 def test_planning_draws_nothing(of: str, runtime: str) -> None:
     model = build(of, has_loss=False)
