@@ -77,7 +77,7 @@ def test_a_plan_that_nothing_runs_any_more_is_refused(name: str) -> None:
             run()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(schema1.PLANS, quick=["graph", "modules"]))
 def test_a_plan_of_another_model_is_refused(name: str) -> None:
     other = schema1.model()
     other.blocks[1].rise = nn.Linear(schema1.WIDTH, 4 * schema1.WIDTH, bias=False)
