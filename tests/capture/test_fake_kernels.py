@@ -41,7 +41,7 @@ class Transposed(nn.Module):
         return ((x + y) ** 2).sum()
 
 
-@pytest.mark.parametrize("function", tiered(["celu", "gelu", "softplus", "logsigmoid"], quick=["celu", "logsigmoid"]))
+@pytest.mark.parametrize("function", tiered(["celu", "gelu", "softplus", "logsigmoid"], quick=["celu"]))
 def test_what_follows_a_transposed_gradient_is_counted(function: str) -> None:
     model, x = Transposed(function), torch.randn(4, 64, 64, requires_grad=True)
     plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
@@ -61,7 +61,7 @@ class Normalized(nn.Module):
         return ((y + F.glu(self.up(y))) ** 2).sum()
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", tiered([True, False], slow=[False]))
 def test_what_was_traced_as_a_view_and_can_only_be_copied_is_copied(training: bool) -> None:
     model, x = Normalized().train(training), torch.randn(4, 64, 64, requires_grad=True)
     plan = planner.plan(model, x, budget=planner.Budget(activations="100%"), search=planner.Search(compare=False))
@@ -82,7 +82,7 @@ class GroupNormalized(nn.Module):
         return (y.permute(0, 2, 3, 1) * self.scale).sum()
 
 
-@pytest.mark.parametrize("function", tiered(["elu", "hardswish", "relu6", "gelu"], quick=["elu", "gelu"]))
+@pytest.mark.parametrize("function", tiered(["elu", "hardswish", "relu6", "gelu"], quick=["elu"]))
 def test_what_copies_a_gradient_by_its_layout_computes_what_eager_does(function: str) -> None:
     """CPU kernels of GroupNorm's backward read it as if it were laid out as their input, up to torch 2.13."""
     eager, model = beside(GroupNormalized(function), budget="1GiB", cost_model="roofline")

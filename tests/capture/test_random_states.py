@@ -71,7 +71,7 @@ def test_planning_draws_nothing(of: str, runtime: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
-@pytest.mark.parametrize("of", DRAWS)
+@pytest.mark.parametrize("of", tiered(DRAWS, slow=["numpy's"]))
 def test_wrapped_steps_draw_what_plain_ones_do(of: str) -> None:
     """A module that runs again draws again what it drew, and what comes next is what would have come."""
     plain, model = build(of), build(of)
