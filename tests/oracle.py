@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Val
 from planner.ir.order import needed
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from tests.example_graphs import Builder
 
 _State = tuple[frozenset[int], frozenset[int], frozenset[int]]
 S = TypeVar("S")
@@ -140,158 +142,62 @@ def random_graph(
     return TrainingGraph(operations=tuple(built), values=tuple(values)), costs
 
 
-class _Tape:
-    """Collects operations with sizes in bytes and costs from a crude roofline."""
-
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.values: list[Value] = []
-        self.costs: list[OperationCost] = []
+def resnet_like(blocks: int = 50, *, batch: int = 64) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+    """Make the training step of a residual CNN whose activations shrink by half at each of four stages."""
+    tape = Builder()
 
     def run(
-        self,
         name: str,
         inputs: tuple[int, ...],
         *sizes: int,
         flops: float = 0.0,
         phase: Phase = Phase.FORWARD,
         gradients: tuple[int, ...] = (),
-        state_bytes: int = 0,
         workspace_bytes: int = 0,
-    ) -> tuple[int, ...]:
-        """Add an operation and give its outputs; ``gradients`` are the sizes of further, retained ones."""
-        first = len(self.values)
-        for place, size in enumerate((*sizes, *gradients)):
-            kept = place >= len(sizes)
-            kind = "gradient" if kept else "activation"
-            self.values.append(Value(name=f"{name}:{place}", size_bytes=size, retained=kept, kind=kind))
-        outputs = tuple(range(first, len(self.values)))
-        moved = sum(self.values[u].size_bytes for u in (*inputs, *outputs))
-        self.operations.append(
-            Operation(
-                name=name,
-                key=name,
-                target=name.rsplit(".", 1)[-1],
-                inputs=inputs,
-                outputs=outputs,
-                phase=phase,
-                state_bytes=state_bytes,
-            )
-        )
+    ) -> list[int]:
+        """Add an operation with a crude roofline's seconds; ``gradients`` are the sizes of what stays."""
+        moved = sum(tape.values[u].size_bytes for u in inputs) + sum(sizes) + sum(gradients)
         seconds = max(flops / 150e12, moved / 1.5e12) + 3e-6
-        self.costs.append(OperationCost(seconds=seconds, workspace_bytes=workspace_bytes))
-        return outputs
+        made = tape.add(
+            name, list(inputs), [*sizes, *gradients], phase=phase, seconds=seconds, workspace=workspace_bytes
+        )
+        for u in made[len(sizes) :]:
+            tape.values[u] = replace(tape.values[u], retained=True, kind="gradient")
+        return made
 
-
-def gpt_like(
-    layers: int, *, tokens: int = 8192, width: int = 1024, vocabulary: int = 50304, dropout: bool = True
-) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
-    """Make the training step of a decoder: fused attention, dropout with masks, weight gradients retained."""
-    tape = _Tape()
-    stream = tokens * width * 2
-    stats = tokens * 8
-    heads_bytes = tokens * (width // 64) * 4
-    weight = width * width * 4
-    mm = 2.0 * tokens * width * width
-
-    def drop(name: str, x: int) -> tuple[int, int | None]:
-        if not dropout:
-            return x, None
-        y, mask = tape.run(name, (x,), stream, stream // 2, state_bytes=16)
-        return y, mask
-
-    (x,) = tape.run("embed", (), stream)
-    saved = []
-    for layer in range(layers):
-        at = f"layer{layer}."
-        h, s1 = tape.run(at + "ln1", (x,), stream, stats)
-        (qkv,) = tape.run(at + "qkv", (h,), 3 * stream, flops=3 * mm)
-        o, lse = tape.run(at + "attention", (qkv,), stream, heads_bytes, flops=4.0 * tokens * 1024 * width / 2)
-        (p,) = tape.run(at + "proj", (o,), stream, flops=mm)
-        pd, m1 = drop(at + "drop1", p)
-        (x2,) = tape.run(at + "add1", (x, pd), stream)
-        h2, s2 = tape.run(at + "ln2", (x2,), stream, stats)
-        (f,) = tape.run(at + "fc1", (h2,), 4 * stream, flops=4 * mm)
-        (g,) = tape.run(at + "gelu", (f,), 4 * stream)
-        (m,) = tape.run(at + "fc2", (g,), stream, flops=4 * mm)
-        md, m2 = drop(at + "drop2", m)
-        (x3,) = tape.run(at + "add2", (x2, md), stream)
-        saved.append((x, h, s1, qkv, o, lse, m1, x2, h2, s2, f, g, m2))
-        x = x3
-    h, s = tape.run("ln_f", (x,), stream, stats)
-    (logits,) = tape.run("head", (h,), tokens * vocabulary * 2, flops=2.0 * tokens * width * vocabulary)
-    (logp,) = tape.run("log_softmax", (logits,), tokens * vocabulary * 4)
-    tape.run("loss", (logp,), phase=Phase.LOSS, gradients=(512,))
-
-    def back(name: str, inputs: tuple[int | None, ...], *sizes: int, flops: float = 0.0, grad: int = 0) -> int:
-        present = tuple(dict.fromkeys(u for u in inputs if u is not None))
-        gradients = (grad,) if grad else ()
-        return (*tape.run(name, present, *sizes, flops=flops, phase=Phase.BACKWARD, gradients=gradients), -1)[0]
-
-    glogits = back("head.softmax_b", (logp,), tokens * vocabulary * 2)
-    back("head.dw", (glogits, h), flops=2.0 * tokens * width * vocabulary, grad=width * vocabulary * 4)
-    gh = back("head.dx", (glogits,), stream, flops=2.0 * tokens * width * vocabulary)
-    gx = back("ln_f.b", (gh, x, s), stream, grad=width * 8)
-    for layer in reversed(range(layers)):
-        at = f"layer{layer}."
-        x, h, s1, qkv, o, lse, m1, x2, h2, s2, f, g, m2 = saved[layer]
-        gm = back(at + "drop2_b", (gx, m2), stream) if dropout else gx
-        back(at + "fc2.db", (gm,), grad=width * 4)
-        back(at + "fc2.dw", (gm, g), flops=4 * mm, grad=4 * weight)
-        gg = back(at + "fc2.dx", (gm,), 4 * stream, flops=4 * mm)
-        gf = back(at + "gelu_b", (gg, f), 4 * stream)
-        back(at + "fc1.dw", (gf, h2), flops=4 * mm, grad=4 * weight)
-        gh2 = back(at + "fc1.dx", (gf,), stream, flops=4 * mm)
-        gn = back(at + "ln2_b", (gh2, x2, s2), stream, grad=width * 8)
-        gx = back(at + "add2_b", (gx, gn), stream)
-        gp = back(at + "drop1_b", (gx, m1), stream) if dropout else gx
-        back(at + "proj.dw", (gp, o), flops=mm, grad=weight)
-        go = back(at + "proj.dx", (gp,), stream, flops=mm)
-        gqkv = back(at + "attention_b", (go, qkv, o, lse), 3 * stream, flops=10.0 * tokens * 1024 * width / 2)
-        back(at + "qkv.dw", (gqkv, h), flops=3 * mm, grad=3 * weight)
-        gh = back(at + "qkv.dx", (gqkv,), stream, flops=3 * mm)
-        gn = back(at + "ln1_b", (gh, x, s1), stream, grad=width * 8)
-        gx = back(at + "add1_b", (gx, gn), stream)
-    back("embed.b", (gx,), grad=width * vocabulary * 4)
-    return TrainingGraph(operations=tuple(tape.operations), values=tuple(tape.values)), tuple(tape.costs)
-
-
-def resnet_like(blocks: int = 50, *, batch: int = 64) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
-    """Make the training step of a residual CNN whose activations shrink by half at each of four stages."""
-    tape = _Tape()
     size, channels = batch * 56 * 56 * 256 * 4, 256
-    (x,) = tape.run("stem", (), size, flops=1e10)
+    (x,) = run("stem", (), size, flops=1e10)
     saved = []
     for block in range(blocks):
         if block and block % max(blocks // 4, 1) == 0 and size > batch * 1000:
             size, channels = size // 2, channels * 2
         at = f"block{block}."
         flops = 2.0 * (size / 4) * channels * 2
-        (c1,) = tape.run(at + "conv1", (x,), size // 4, flops=flops, workspace_bytes=size // 8)
-        b1, s1 = tape.run(at + "bn1", (c1,), size // 4, channels * 8)
-        (r1,) = tape.run(at + "relu1", (b1,), size // 4)
-        (c2,) = tape.run(at + "conv2", (r1,), size, flops=flops, workspace_bytes=size // 4)
-        b2, s2 = tape.run(at + "bn2", (c2,), size, channels * 8)
-        (y,) = tape.run(at + "add_relu", (b2, x), size)
+        (c1,) = run(at + "conv1", (x,), size // 4, flops=flops, workspace_bytes=size // 8)
+        b1, s1 = run(at + "bn1", (c1,), size // 4, channels * 8)
+        (r1,) = run(at + "relu1", (b1,), size // 4)
+        (c2,) = run(at + "conv2", (r1,), size, flops=flops, workspace_bytes=size // 4)
+        b2, s2 = run(at + "bn2", (c2,), size, channels * 8)
+        (y,) = run(at + "add_relu", (b2, x), size)
         saved.append((x, c1, s1, r1, c2, s2, y, size, channels, flops))
         x = y
-    (feature,) = tape.run("pool", (x,), batch * channels * 4)
-    tape.run("loss", (feature,), phase=Phase.LOSS, gradients=(512,))
-    (gx,) = tape.run("pool_b", (feature,), size, phase=Phase.BACKWARD)
+    (feature,) = run("pool", (x,), batch * channels * 4)
+    run("loss", (feature,), phase=Phase.LOSS, gradients=(512,))
+    (gx,) = run("pool_b", (feature,), size, phase=Phase.BACKWARD)
     for block in reversed(range(blocks)):
         x, c1, s1, r1, c2, s2, y, size, channels, flops = saved[block]
         at = f"block{block}."
         b = Phase.BACKWARD
         in_bytes = tape.values[x].size_bytes
-        (gy,) = tape.run(at + "relu_b", (gx, y), size, phase=b)
-        gc2, _ = tape.run(at + "bn2_b", (gy, c2, s2), size, phase=b, gradients=(channels * 8,))
+        (gy,) = run(at + "relu_b", (gx, y), size, phase=b)
+        gc2, _ = run(at + "bn2_b", (gy, c2, s2), size, phase=b, gradients=(channels * 8,))
         weight = (channels * channels,)
-        tape.run(at + "conv2.dw", (gc2, r1), phase=b, flops=flops, gradients=weight, workspace_bytes=size)
-        (gr1,) = tape.run(at + "conv2.dx", (gc2,), size // 4, phase=b, flops=flops, workspace_bytes=size // 4)
-        (gb1,) = tape.run(at + "relu1_b", (gr1, r1), size // 4, phase=b)
-        gc1, _ = tape.run(at + "bn1_b", (gb1, c1, s1), size // 4, phase=b, gradients=(channels * 2,))
-        tape.run(at + "conv1.dw", (gc1, x), phase=b, flops=flops, gradients=weight)
-        (gi,) = tape.run(at + "conv1.dx", (gc1,), in_bytes, phase=b, flops=flops)
-        (gx,) = tape.run(at + "add_b", (gi, gy), in_bytes, phase=b)
-    tape.run("stem.dw", (gx,), phase=Phase.BACKWARD, flops=1e10, gradients=(1 << 20,))
-    return TrainingGraph(operations=tuple(tape.operations), values=tuple(tape.values)), tuple(tape.costs)
+        run(at + "conv2.dw", (gc2, r1), phase=b, flops=flops, gradients=weight, workspace_bytes=size)
+        (gr1,) = run(at + "conv2.dx", (gc2,), size // 4, phase=b, flops=flops, workspace_bytes=size // 4)
+        (gb1,) = run(at + "relu1_b", (gr1, r1), size // 4, phase=b)
+        gc1, _ = run(at + "bn1_b", (gb1, c1, s1), size // 4, phase=b, gradients=(channels * 2,))
+        run(at + "conv1.dw", (gc1, x), phase=b, flops=flops, gradients=weight)
+        (gi,) = run(at + "conv1.dx", (gc1,), in_bytes, phase=b, flops=flops)
+        (gx,) = run(at + "add_b", (gi, gy), in_bytes, phase=b)
+    run("stem.dw", (gx,), phase=Phase.BACKWARD, flops=1e10, gradients=(1 << 20,))
+    return tape.graph("resnet", {}), tuple(tape.costs)

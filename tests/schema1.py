@@ -74,7 +74,7 @@ def make_plan(name: str) -> planner.Plan:
 
 def reports(plan: planner.Plan) -> dict[str, dict[str, Any]]:
     """Return what ``--json`` writes of questions that are asked of the toy and of its plans."""
-    limits: dict[str, Any] = {"deterministic": True, "time_limit_seconds": 1.0}
+    limits: dict[str, Any] = {"deterministic": True, "time_limit_seconds": 0.2}
     return {
         "what_if": planner.what_if(model(), inputs(), budgets=4, **grouped(**limits)).report(),
         "audit": planner.audit(model(), inputs(), current="every-layer", **grouped(runtime="graph", **limits)).report(),

@@ -202,23 +202,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert re.search(r"smallest (feasible budget|budget known)", streams.err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["minigpt"], "--current"),
-        (["minigpt", "--current", "/nowhere/plan"], "/nowhere/plan"),
-        (["minigpt", "--current", "none", "--budget", "lots"], "lots"),
-        (["minigbt", "--current", "none"], "minigpt"),
-        (["minigpt", "--current", "none", "--solver", "sqr"], "sqrt"),
-        (["minigpt", "--current", "none", "--json", "/"], "directory"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", *arguments]) == 2
-    streams = capsys.readouterr()
-    assert words in streams.err and streams.err.count("\n") == 1 and not streams.out
-
-
 def test_a_model_that_checkpoints_itself_is_told_what_to_do() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     model.gradient_checkpointing = True  # type: ignore[assignment]

@@ -28,12 +28,6 @@ def studied(runtime: str) -> Study:
     return planner.study(blocks(), torch.randn(64, WIDTH), runtime=runtime)
 
 
-def test_they_are_asked_alike() -> None:
-    captured, recorded = (studied(runtime) for runtime in RUNTIMES)
-    assert type(captured) is type(recorded) is planner.Study
-    assert captured.regions is None and recorded.regions
-
-
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_what_is_misspelt_is_refused(runtime: str) -> None:
     with pytest.raises(TypeError, match="time_limit_second"):

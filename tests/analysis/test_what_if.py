@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from planner.analysis.study import Study
 from planner.analysis.trade_off import axes as sizes
 from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, methods_beside
 from planner.analysis.trade_off.axes import Outcome, SizeAxis, SizeSearch, ask, on_devices
-from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
+from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
 from planner.common.limits import Clock
@@ -99,7 +100,7 @@ def test_every_point_is_what_its_plan_simulates_to(toy: CurveSweep) -> None:
         assert (point.status == "optimal") == (point.lower_bound_overhead == pytest.approx(point.overhead, rel=1e-9))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_bounds_hold_against_brute_force(seed: int) -> None:
     graph, costs = random_graph(seed)
     tracing = traced(study_of(graph, costs), budgets="1..24", points=24)
@@ -157,13 +158,6 @@ def test_a_step_that_recompute_cannot_lower_is_one_point() -> None:
     graph, costs = random_graph(1)
     curve = traced(study_of(without_recompute(graph), costs), points=5).curve()
     assert [point.overhead for point in curve.points] == [0.0] and curve.knee is None
-
-
-def test_points_are_solved_from_coarse_to_fine() -> None:
-    for count in (1, 2, 3, 8, 21):
-        order = list(coarse_to_fine(range(count)))
-        assert sorted(order) == list(range(count)), "each once"
-    assert list(coarse_to_fine(())) == []
 
 
 def test_neighbours_give_a_plan_and_a_bound(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +290,7 @@ def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int,
         sizes=parse_sizes(text, what="batch sizes"),
         study_at=study_at,
         axis=SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes),
-        search=Search(time_limit_seconds=0.2, deterministic=True),
+        search=Search(time_limit_seconds=0.05, deterministic=True),
         step=step,
     ).run()
 
@@ -361,11 +355,11 @@ def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fail
 
 @pytest.mark.parametrize("of", ["recompute", "offload", "order"])
 def test_a_row_says_what_a_plan_with_all_beside_it_says(of: str) -> None:
-    study = study_of(*(branches(depth=2) if of == "order" else transformer(3)))
+    study = study_of(*(branches(depth=2) if of == "order" else transformer(2)))
     study, offload = dataclasses.replace(study, device=devices.device("h100")), Offload(of == "offload")
-    search = dataclasses.replace(QUICK, time_limit_seconds=0.2)
+    search = dataclasses.replace(QUICK, time_limit_seconds=0.1)
     seen: set[str] = set()
-    for share in (0.3, 0.45, 0.6, 0.75, 1.2):
+    for share in (0.3, 0.6, 1.2):
         budget_bytes = int(share * study.whole_bytes)
         outcome = ask(study, budget_bytes, search, offload)
         try:
@@ -394,7 +388,7 @@ def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
 
 def test_devices_fit_or_not() -> None:
     study = study_of(*transformer(3, unit_bytes=2**27))
-    search = Search(time_limit_seconds=1.0)
+    search = Search(time_limit_seconds=0.2)
     for row in on_devices(["rtx-4090", "h100"], lambda name: study, search, Offload(False)):
         report = row.report()
         assert report["overhead"] == row.outcome.overhead
@@ -424,40 +418,25 @@ def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("parse", "text", "words"),
     [
-        ("64..1", "empty range"),
-        ("..", "cannot read"),
-        ("1..", "cannot read"),
-        ("", "cannot read"),
-        ("0..4", "cannot read"),
-        ("1,x", "cannot read"),
-        ("1,,2", "cannot read"),
-        ("4,2", "out of order"),
-        ("2,2", "out of order"),
+        (partial(parse_sizes, what="batch sizes"), "64..1", "empty range"),
+        (partial(parse_sizes, what="batch sizes"), "1..", "cannot read"),
+        (partial(parse_sizes, what="batch sizes"), "0..4", "cannot read"),
+        (partial(parse_sizes, what="batch sizes"), "1,,2", "cannot read"),
+        (partial(parse_sizes, what="batch sizes"), "4,2", "out of order"),
+        (partial(parse_sizes, what="batch sizes"), "2,2", "out of order"),
+        (check_budgets, "16GiB..4GiB", "out of order"),
+        (check_budgets, "4GiB,8GiB,6GiB", "out of order"),
+        (check_budgets, "4GiB..4GiB..8GiB", "cannot read"),
+        (check_budgets, "4GiB..", "cannot read"),
+        (check_budgets, "4GiB,8XiB", "unknown unit"),
+        (check_budgets, "", "cannot read"),
     ],
 )
-def test_sizes_that_make_no_sense(text: str, words: str) -> None:
+def test_what_makes_no_sense_is_refused(parse: Callable[[str], object], text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        parse_sizes(text, what="batch sizes")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("16GiB..4GiB", "out of order"),
-        ("4GiB,8GiB,6GiB", "out of order"),
-        ("80%..20%", "out of order"),
-        ("4GiB..4GiB..8GiB", "cannot read"),
-        ("4GiB..", "cannot read"),
-        ("many", "cannot read size"),
-        ("4GiB,8XiB", "unknown unit"),
-        ("", "cannot read"),
-    ],
-)
-def test_budgets_that_make_no_sense(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        check_budgets(text)
+        parse(text)
 
 
 def test_budgets_of_both_kinds_are_compared_once_the_peak_is_known() -> None:
@@ -471,16 +450,12 @@ def test_budgets_of_both_kinds_are_compared_once_the_peak_is_known() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--budget", "many"], "cannot read size"),
         (["--budgets", "8GiB..4GiB"], "out of order"),
         (["--points", "1"], "at least 2 points"),
         (["--batch-sizes", "1..64"], "needs --budget"),
-        (["--batch-sizes", "64..1", "--budget", "1GiB"], "empty range"),
         (["--devices", "h100,,a100-80"], "empty name"),
         (["--devices", "h1000"], "unknown device"),
         (["--solvers", "ilps"], "did you mean"),
-        (["--solver", "magic"], "no solver"),
-        (["--json", "no/such/place.json"], "no directory"),
         (["--html", "no/such/place.html"], "no directory"),
     ],
 )
@@ -519,12 +494,14 @@ def make(batch_size=64):
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN, encoding="utf-8")
-    curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "2"]
-    code = cli.main([*curve, "--batch-sizes", "64,96", "--html", "curve.html", "--json", "-"])
+    curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "1"]
+    code = cli.main([*curve, "--batch-sizes", "64,96", "--solvers", "pytorch", "--html", "curve.html", "--json", "-"])
     output = capsys.readouterr()
     assert code == 0, output.err
     report = json.loads(output.out)
     assert len(report["points"]) == 4 and report["is_complete"]
+    (partitioner,) = report["solvers"]
+    assert partitioner["name"] == "pytorch" and len(partitioner["points"]) > 1
     assert report["asked"]["budget_bytes"] == int(0.8 * report["baseline"]["peak_bytes"])
     page = Path("curve.html").read_text(encoding="utf-8")
     assert [int(b) for b in re.findall(r'data-budget="(\d+)"', page)] == [p["budget_bytes"] for p in report["points"]]

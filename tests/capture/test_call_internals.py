@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,31 +52,3 @@ def test_the_same_operators_run_with_the_same_arguments() -> None:
     (calls, expected), (direct, actual) = seen
     assert direct == calls
     assert all(map(torch.equal, actual, expected))
-
-
-@pytest.mark.parametrize(
-    ("operator", "args", "called"),
-    [
-        (aten.add.Tensor, (0, 1), torch.add),
-        (aten.add.out, (0, 1), torch.add),
-        (aten.view.default, (0, [16]), torch.Tensor.view),
-        (aten.gelu.default, (0,), torch._C._nn.gelu),
-        (aten.add.Scalar, (0, 1), None),  # the binding runs add.Tensor
-        (aten.native_layer_norm_backward.default, (0, 1, [4], 0, 0, None, None, [True, False, False]), None),
-        (aten.zeros.default, ([4],), None),  # a context for a default device would look at the binding
-    ],
-)
-def test_what_is_called(operator: Any, args: tuple[Any, ...], called: Any) -> None:
-    graph, tensors = fx.Graph(), [torch.empty(4, 4, device="meta"), torch.empty(4, 4, device="meta")]
-    given = [graph.placeholder(f"x{index}") for index in range(2)]
-    for node, tensor in zip(given, tensors, strict=True):
-        node.meta["val"] = tensor
-    read = [given[a] if isinstance(a, int) and a < 2 and operator is not aten.add.Scalar else a for a in args]
-    read = [given[0], 1] if operator is aten.add.Scalar else read
-    kwargs = {"out": given[0]} if operator is aten.add.out else {}
-    graph.output(graph.call_function(operator, tuple(read), kwargs))
-    module = fx.GraphModule({}, graph)
-    recompile_directly(module)
-    names = module.forward.__func__.__globals__
-    name = next(name for name in names if name.startswith("shortcut"))
-    assert names[name] is (called or operator._op) or (called is not None and names[name] == called)

@@ -218,7 +218,7 @@ def test_every_runtime_plans_with_the_kernels_of_that_gpu() -> None:
         found = [row.operation for row in plan.operations]
         assert sum("_scaled_dot_product_cudnn_attention" in name and "backward" not in name for name in found) == 4
         assert not any("softmax" in name for name in found)
-        assert "attention-of-here" not in {warning.rule for warning in plan.warnings}
+        assert not {"attention-of-here", "attention-of-another-version"} & {found.rule for found in plan.warnings}
     whole = plans["graph"].baseline_peak_bytes
     assert all(plan.baseline_peak_bytes == pytest.approx(whole, rel=0.02) for plan in plans.values())
 
@@ -228,17 +228,13 @@ def test_a_step_that_must_be_run_has_the_kernels_of_here_and_says_so() -> None:
     plan = planner.plan(Tower(looks=True), x, **grouped(budget="100%", device="h100", runtime="modules", compare=False))
     assert {"depends-on-data", "attention-of-here"} <= {warning.rule for warning in plan.warnings}
     assert any("softmax" in row.operation for row in plan.operations)
-    here = planner.plan(Tower(looks=True), x, budget="100%", runtime="modules", search=planner.Search(compare=False))
-    assert "attention-of-here" not in {warning.rule for warning in here.warnings}
 
 
 def test_a_version_whose_choice_of_attention_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
-    for known in (True, False):
-        if not known:
-            monkeypatch.setattr(step, "VERSION", (9, 0))
-        plan = planner.plan(Tower(), x, budget="100%", target="h100", search=planner.Search(compare=False))
-        assert ("attention-of-another-version" in {warning.rule for warning in plan.warnings}) is not known
+    monkeypatch.setattr(step, "VERSION", (9, 0))
+    plan = planner.plan(Tower(), x, budget="100%", target="h100", search=planner.Search(compare=False))
+    assert "attention-of-another-version" in {warning.rule for warning in plan.warnings}
 
 
 class Norms(nn.Module):

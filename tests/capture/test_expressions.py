@@ -40,9 +40,3 @@ def test_what_need_not_be_whole_is_left_to_sympy(expression: Any) -> None:
     assert as_function(expression) is None
     assert evaluated(IntTrueDiv(A, B), {A: 3, B: 2}) == 1.5
     assert evaluated(A / 2, {A: 4, B: 2}) == 2
-
-
-def test_a_number_is_itself_and_a_symbol_without_one_is_an_error() -> None:
-    assert (evaluated(3, {}), evaluated(2.5, {})) == (3, 2.5)
-    with pytest.raises(TypeError):
-        evaluated(4 * A, {B: 1})

@@ -11,6 +11,7 @@ import planner
 from planner.capture.torch_internals import form_in_place
 from planner.ir.graph import named_by, operator_name
 from tests.runtimes.steps import assert_same, beside, measured_bytes, train
+from tests.tiers import tiered
 
 aten = torch.ops.aten
 WIDTH = 64
@@ -188,7 +189,9 @@ class Picks(nn.Module):
         return picked[self.how]().square().sum()
 
 
-@pytest.mark.parametrize("how", ["gather", "index", "index_select", "scatter_add", "index_put"])
+@pytest.mark.parametrize(
+    "how", tiered(["gather", "index", "index_select", "scatter_add", "index_put"], quick=["gather", "index_put"])
+)
 def test_places_are_written_into_what_is_there_as_in_eager(how: str) -> None:
     model, x = Picks(how), torch.randn(256 if how in ("gather", "index", "index_select") else 96, WIDTH)
     eager_bytes = measured_bytes(model, x)

@@ -13,6 +13,7 @@ from planner.capture.inputs import Inputs, placed
 from planner.common.options import grouped
 from planner.plans.plan import Plan
 from tests.models import SEQUENCES, Transformer
+from tests.tiers import tiered
 
 OPTIONS: dict[str, Any] = {"budget": "80%", "deterministic": True, "time_limit_seconds": 0.5, "cost_model": "roofline"}
 
@@ -24,16 +25,16 @@ def decided(plan: Plan) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("runtime", "device"), [("graph", "cpu"), ("regional", "meta"), ("modules", "meta")])
 def test_its_plan_is_that_of_the_model_with_data(runtime: str, device: str) -> None:
     asked = grouped(runtime=runtime, compare=False, **OPTIONS)
-    expected = planner.plan(Transformer(), SEQUENCES, **asked)
-    model = Transformer().to("meta")
+    expected = planner.plan(Transformer(2), SEQUENCES, **asked)
+    model = Transformer(2).to("meta")
     before = dict(model.named_parameters())
     assert decided(planner.plan(model, SEQUENCES.to(device), **asked)) == decided(expected)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("runtime", ["auto", "regional"])
+@pytest.mark.parametrize("runtime", tiered(["auto", "regional"], slow=["regional"]))
 def test_wrapped_there_and_allocated_later_it_trains_as_it_would(runtime: str) -> None:
-    plain, model = Transformer(), Transformer().to("meta")
+    plain, model = Transformer(2), Transformer(2).to("meta")
     planner.auto_wrap(model, SEQUENCES, **grouped(runtime=runtime, **OPTIONS))
     plan = planner.plan_of(model)
     model.to_empty(device="cpu").load_state_dict(plain.state_dict())

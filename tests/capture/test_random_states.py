@@ -56,7 +56,10 @@ def seeded() -> None:
 @pytest.mark.filterwarnings("ignore:runtime 'modules'", "ignore:Runtime")
 @pytest.mark.parametrize(
     ("of", "runtime"),
-    tiered(product(DRAWS, ["graph", "modules", "regional", "auto"]), slow=[*product(DRAWS, ["modules"])]),
+    tiered(
+        product(DRAWS, ["graph", "modules", "regional", "auto"]),
+        quick=[("Python's", "auto"), ("numpy's", "regional"), ("torch's", "graph"), ("torch's", "modules")],
+    ),
 )
 def test_planning_draws_nothing(of: str, runtime: str) -> None:
     model = build(of, has_loss=False)
@@ -68,7 +71,7 @@ def test_planning_draws_nothing(of: str, runtime: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
-@pytest.mark.parametrize("of", DRAWS)
+@pytest.mark.parametrize("of", tiered(DRAWS, slow=["numpy's"]))
 def test_wrapped_steps_draw_what_plain_ones_do(of: str) -> None:
     """A module that runs again draws again what it drew, and what comes next is what would have come."""
     plain, model = build(of), build(of)

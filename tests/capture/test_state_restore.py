@@ -154,16 +154,6 @@ class Writing(nn.Module):
         return y[y > 0].square()
 
 
-@pytest.mark.parametrize("runtime", ["auto", "modules", "parts"])
-def test_weights_and_inputs_that_a_step_with_data_writes_into_are_as_before(runtime: str) -> None:
-    model, x = Writing(), torch.randn(16, 8)
-    before = [tensor.clone() for tensor in (*model.parameters(), x)]
-    planner.plan(
-        model, x, loss_fn=torch.Tensor.mean, **grouped(activation_budget="100%", runtime=runtime, time_limit_seconds=1)
-    )
-    assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
-
-
 class Moving(Writing):
     """Gives its frozen copy other memory, after it has written into that which it had."""
 
@@ -175,15 +165,20 @@ class Moving(Writing):
         return y[y > 0].square()
 
 
-@pytest.mark.parametrize("runtime", ["auto", "modules", "parts"])
-def test_weights_that_a_step_with_data_gives_other_memory_have_their_own_again(runtime: str) -> None:
-    model, x = Moving(), torch.randn(16, 8)
-    before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
-    planner.plan(
-        model, x, loss_fn=torch.Tensor.mean, **grouped(activation_budget="100%", runtime=runtime, time_limit_seconds=1)
-    )
-    for parameter, (at, then) in zip(model.parameters(), before, strict=True):
-        assert parameter.data_ptr() == at and torch.equal(parameter, then)
+@pytest.mark.parametrize(
+    ("kind", "runtime"),
+    tiered(
+        product([Writing, Moving], ["auto", "modules", "parts"]),
+        quick=[(Writing, "auto"), (Writing, "modules"), (Moving, "modules"), (Moving, "parts")],
+    ),
+)
+def test_weights_and_inputs_that_a_step_with_data_writes_into_are_as_before(kind: type, runtime: str) -> None:
+    model, x = kind(), torch.randn(16, 8)
+    before = [(tensor.data_ptr(), tensor.detach().clone()) for tensor in (*model.parameters(), x)]
+    options = grouped(activation_budget="100%", runtime=runtime, time_limit_seconds=1)
+    planner.plan(model, x, loss_fn=torch.Tensor.mean, **options)
+    for tensor, (at, then) in zip((*model.parameters(), x), before, strict=True):
+        assert tensor.data_ptr() == at and torch.equal(tensor, then)
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -214,8 +209,13 @@ class Filling(nn.Module):
         return batch
 
 
-@pytest.mark.parametrize("runtime", ["auto", "modules", "graph"])
-@pytest.mark.parametrize("kind", [Batch, UserDict])
+@pytest.mark.parametrize(
+    ("kind", "runtime"),
+    tiered(
+        product([Batch, UserDict], ["auto", "modules", "graph"]),
+        quick=[(Batch, "auto"), (UserDict, "modules"), (UserDict, "graph")],
+    ),
+)
 def test_a_batch_that_is_written_into(kind: type, runtime: str) -> None:
     """What a recording without data wrote into it once went on to the loop: its gradients had no data."""
     model, x = Filling(), torch.randn(64, 8)

@@ -106,16 +106,10 @@ def test_a_plan_that_fits(run: Any, api: FakeApi) -> None:
     assert (search.time_limit_seconds, training.optimizer, target.device) == (7.0, "adam", "a100-80")
 
 
-def test_activation_budget(run: Any) -> None:
-    found = run(*PLAN, "--activation-budget", "60%", "--json", "-")
-    report = json.loads(found.out)
-    assert report["budget_bytes"] == report["activation_budget_bytes"] + sum(report["static_bytes"].values())
-
-
-def test_json_to_standard_output_stands_alone(run: Any) -> None:
-    found = run(*PLAN, "--budget", "65%", "--json", "-")
-    report = json.loads(found.out)
+def test_json_of_an_activation_budget_stands_alone_on_standard_output(run: Any) -> None:
+    report = json.loads(run(*PLAN, "--activation-budget", "60%", "--json", "-").out)
     assert report["schema"] == 1 and report["status"] in ("optimal", "feasible")
+    assert report["budget_bytes"] == report["activation_budget_bytes"] + sum(report["static_bytes"].values())
 
 
 def test_files(run: Any, tmp_path: Path) -> None:
@@ -138,7 +132,9 @@ def test_a_second_search_is_left_out_unless_asked_for(
 
 def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
-    found = run(*PLAN, "--budget", "35MiB", "--save", str(saved), "--json", str(tmp_path / "report.json"))
+    found = run(
+        *PLAN, "--budget", "35MiB", "--time-limit", "0.5", "--save", str(saved), "--json", str(tmp_path / "report.json")
+    )
     found.assert_error(3, "the smallest budget known to be feasible is", "bound by aten.")
     assert found.out.startswith("DOES NOT FIT 35.0 MiB · smallest budget known to fit ")
     assert not saved.exists()
@@ -149,7 +145,7 @@ def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     assert (
         run("plan", "minigpt", "--budget", smallest, "--time-limit", "0.5").code == 0
     )  # by the best solver: sqrt may not reach it
-    assert json.loads(run(*PLAN, "--budget", "1", "--json", "-").out)["status"] == "infeasible"
+    assert json.loads(run(*PLAN, "--budget", "1", "--time-limit", "0.1", "--json", "-").out)["status"] == "infeasible"
 
 
 def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
@@ -183,6 +179,9 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
         (("verify", "minigpt", "--plan", "/nowhere/plan"), ("/nowhere/plan",)),
         (("verify", "minigpt"), ("--budget", "--plan")),
         (("models", "extra"), ("extra",)),
+        (("audit", "minigpt"), ("--current",)),
+        (("audit", "minigpt", "--current", "/nowhere/plan"), ("/nowhere/plan",)),
+        (("audit", "minigpt", "--current", "none", "--budget", "lots"), ("lots",)),
     ],
 )
 def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ class Forces(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.energy, self.after = perceptron(), Stack(4, has_loss=False)
+        self.energy, self.after = perceptron(), Stack(2, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -57,7 +57,7 @@ def plain_stack() -> nn.Module:
 def test_what_needs_data_is_planned(build: Callable[[], nn.Module], loss_fn: Any) -> None:
     plain, model = build(), build()
     model.load_state_dict(plain.state_dict())
-    x = rows(512)
+    x = rows(64)
     before = torch.get_rng_state()
     planner.auto_wrap(model, x, loss_fn=loss_fn, **grouped(**BUDGET))
     assert torch.equal(torch.get_rng_state(), before)

@@ -166,16 +166,18 @@ def test_damaged_files_are_refused(profile: Profile, change: Any, message: str, 
 def test_the_command_line_records_and_uses_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n"
-        "def make():\n"
-        "    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)]\n"
-        "    return torch.nn.Sequential(*layers), torch.ones(1024, 64)\n"
+        "def make(depth=3, width=64):\n"
+        "    layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(depth)]\n"
+        "    return torch.nn.Sequential(*layers), torch.ones(256, width)\n"
+        "def other():\n"
+        "    return make(4, 32)\n"
     )
     model, file = ["--model", f"{tmp_path / 'net.py'}:make"], str(tmp_path / "profile.json")
     assert cli.main(["profile", *model, "--output", file]) == 0
     assert capsys.readouterr().out.startswith("MEASURED ")
-    assert cli.main(["plan", *model, "--activation-budget", "80%", "--profile", file, "--json", "-"]) == 0
+    assert cli.main(["plan", *model, "--activation-budget", "90%", "--profile", file, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["cost_model"] == "measured"
-    assert cli.main(["plan", "minigpt", "--layers", "1", "--budget", "80%", "--profile", file]) == 2
+    assert cli.main(["plan", f"{tmp_path / 'net.py'}:other", "--budget", "80%", "--profile", file]) == 2
     assert "another step" in capsys.readouterr().err
     assert cli.main(["plan", *model, "--budget", "80%", "--cost-model", "guess"]) == 2
     assert "roofline" in capsys.readouterr().err
@@ -191,7 +193,7 @@ from planner.capture.memory import keep_freed_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
-        torch.ones(25_000_000)
+        torch.ones(10_000_000)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(min(faults() for _ in range(2)))
 assert keep_freed_memory()
@@ -199,7 +201,7 @@ print(min(faults() for _ in range(5)))  # the first ones make the heap as large 
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
     by_default, kept = map(int, done.stdout.split())
-    assert kept < 2_000 < 50_000 < by_default
+    assert kept < 2_000 < 20_000 < by_default
 
 
 def test_indices_spread_over_what_they_index() -> None:

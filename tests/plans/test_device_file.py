@@ -111,7 +111,7 @@ def test_calibrate_writes_a_file_that_device_takes(
 
 def test_plans_for_a_device_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path / "d.json", LEAST)
-    arguments = ["plan", "minigpt", "--layers", "2", "--seq-len", "64", "--budget", "100%"]
+    arguments = ["plan", "minigpt", "--layers", "1", "--seq-len", "16", "--budget", "100%"]
     assert cli.main([*arguments, "--device", path, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["device"] == "my card"
     assert cli.main([*arguments, "--device", str(tmp_path / "none.json")]) == 2

@@ -10,9 +10,9 @@ from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.plans.from_solution import gap_finding, price_finding
 from planner.solving.incumbent import Incumbent
-from tests.oracle import gpt_like
+from tests.example_graphs import transformer
 
-GRAPH, COSTS = gpt_like(3)
+GRAPH, COSTS = transformer(3)
 PROBLEM = Problem(graph=GRAPH, costs=COSTS, budget_bytes=1)
 STEP_SECONDS = PROBLEM.baseline.seconds
 LIMITS = SolveLimits(time_limit_seconds=10.0)

@@ -22,6 +22,7 @@ from planner.plans.plan import NoPlanFitsError
 from planner.plans.planning import make_plan, make_problem
 from planner.plans.policy_reduction import PolicyReduction, solved_by_policy
 from tests import oracle
+from tests.example_graphs import transformer
 
 SQRT = Search(solver="sqrt", deterministic=True, compare=False)
 HOST = Host(bytes_per_second=1.0, budget_bytes=10**6, least_bytes=1)
@@ -42,7 +43,7 @@ def solve(problem: Problem):
     return solvers.solve(problem, "ilp", deterministic=True, time_limit_seconds=0.5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), share=st.sampled_from([0.7, 0.85, 1.0]))
 def test_nothing_decided_is_held_and_the_bound_is_below_every_plan(seed, share):
     problem = replace(decided(seed, "recompute", share=share), host=None)
@@ -62,7 +63,7 @@ def test_nothing_decided_is_held_and_the_bound_is_below_every_plan(seed, share):
     assert found.added_seconds >= optimum[0] + reduction.added_seconds - 1e-9 or not problem.decisions.recompute
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), share=st.sampled_from([0.7, 0.85, 1.0]))
 def test_what_is_offloaded_leaves_before_the_backward_and_returns_once(seed, share):
     problem = decided(seed, "offload", "recompute", "save", share=share)
@@ -85,12 +86,12 @@ def test_answers_that_are_none_and_offload_without_a_host_are_refused():
 
 
 def test_a_plan_follows_the_policy_and_says_so():
-    graph, costs = oracle.gpt_like(2, vocabulary=512)
+    graph, costs = transformer(2)
     free = make_plan(make_problem(graph, costs, Budget("100%")), SQRT)
     assert not free.recomputations
 
     def policy(operation):
-        return "recompute" if operation.output_bytes > 2**24 else None
+        return "recompute" if operation.output_bytes > 2**21 else None
 
     plan = make_plan(make_problem(graph, costs, Budget("100%"), policy=policy), SQRT)
     (note,) = (warning for warning in plan.warnings if warning.rule == "policy")
@@ -100,7 +101,7 @@ def test_a_plan_follows_the_policy_and_says_so():
 
 
 def test_a_policy_that_breaks_the_budget_is_named():
-    graph, costs = oracle.gpt_like(2, vocabulary=512)
+    graph, costs = transformer(2)
     problem = make_problem(graph, costs, Budget("60%"), policy=lambda operation: "save")
     with pytest.raises(NoPlanFitsError, match=r"the policy decides .*: answer None for them, or give a larger budget"):
         make_plan(problem, SQRT)

@@ -24,7 +24,6 @@ from tests import schema1
 from tests.tiers import tiered
 
 FILES = Path(__file__).parent.parent / "data" / "schema1"
-NAMES = tiered(schema1.PLANS, slow=["inductor"])
 GONE = {"lossy", "rounding_error"}
 """Fields of what plans could do once: whoever reads a file passes them over."""
 ASKED = schema1.PLANS | schema1.GONE
@@ -51,7 +50,7 @@ def test_a_plan_says_what_it_said(name: str) -> None:
     assert (plan.offloading is not None) == ("offload" in ASKED[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(schema1.PLANS, quick=["graph", "graph_offload", "modules"]))
 def test_a_plan_is_carried_out(name: str) -> None:
     plan = load(name)
     before = plan.verification
@@ -77,7 +76,7 @@ def test_a_plan_that_nothing_runs_any_more_is_refused(name: str) -> None:
             run()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(schema1.PLANS, quick=["graph", "modules"]))
 def test_a_plan_of_another_model_is_refused(name: str) -> None:
     other = schema1.model()
     other.blocks[1].rise = nn.Linear(schema1.WIDTH, 4 * schema1.WIDTH, bias=False)

@@ -23,8 +23,6 @@ from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
 from tests.report.test_report import example_plan
 
-SEARCH = Search(time_limit_seconds=1, deterministic=True)
-
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{7*7}}"
 VOID = ("meta", "input", "br", "img", "link")
 """Elements that never end."""
@@ -211,7 +209,7 @@ def test_a_click_on_a_module_zooms_in_and_out(
 @pytest.fixture(scope="module")
 def answers() -> Answers:
     sweep = CurveSweep(
-        study_of(*transformer(3)), Search(time_limit_seconds=1, deterministic=True), points=4, asked="80%"
+        study_of(*transformer(3)), Search(time_limit_seconds=0.2, deterministic=True), points=4, asked="80%"
     )
     sweep.run()
     return Answers(curve=sweep.curve(), plans=tuple(sweep.plans()))

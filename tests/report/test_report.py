@@ -6,6 +6,7 @@ import dataclasses
 import html
 import io
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ WIDTHS = (80, 100, 160)
 SCREEN = 40
 
 
+@cache
 def example_plan(*, verified: bool = True) -> Plan:
     """Return a plan that recomputes two things in layers 0 to 4 and one more in layer 2, with fixed times."""
     graph, costs = transformer(8)

@@ -25,7 +25,7 @@ from tests.example_graphs import transformer
 
 GRAPH, COSTS = transformer(2)
 OFFLOADING = [name for name in solvers.names() if solvers.get(name).offloads]
-EFFORT = SolveLimits(time_limit_seconds=1.0, deterministic=True)
+EFFORT = SolveLimits(time_limit_seconds=0.25, deterministic=True)
 
 
 def slow_link() -> Problem:

@@ -29,7 +29,9 @@ from planner.solving.peak_bounds import proven_floor
 from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 from planner.solving.solution_pool import Member
 from tests import oracle
+from tests.example_graphs import transformer
 from tests.planned import problem_at
+from tests.tiers import tiered
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
@@ -92,16 +94,6 @@ def test_bytes_and_seconds_are_exact_after_every_move(pace: Callable[[int], int]
             temperature = 5.0 if number % 2 else 0.1
             annealing.kernels.anneal(annealing.tables, annealing.state, rng.choice([1, 2, 5]), temperature, 1e-3)
             assert_agrees_with_the_simulator(annealing)
-
-
-@needs_numba
-@pytest.mark.parametrize("step", [oracle.gpt_like(3, vocabulary=1024), oracle.resnet_like(8)], ids=["gpt", "cnn"])
-def test_training_steps_stay_exact(step: tuple[TrainingGraph, tuple[Any, ...]]) -> None:
-    annealing = RerunSet(problem_at(step, 0.5), 0)
-    for _ in range(30):
-        annealing.kernels.anneal(annealing.tables, annealing.state, 1000, 3.0, 1e-2)
-        assert_agrees_with_the_simulator(annealing)
-    assert reruns(annealing)
 
 
 def test_any_set_of_reruns_can_be_loaded(pace: Callable[[int], int]) -> None:
@@ -187,9 +179,10 @@ def dear_first(pairs: int = 6) -> Problem:
 
 
 @needs_numba
-def test_random_graphs_come_within_a_hundredth_of_the_optimum() -> None:
+@pytest.mark.parametrize("seeds", tiered([range(60), range(60, 200)], quick=[range(60)]))
+def test_random_graphs_come_within_a_hundredth_of_the_optimum(seeds: range) -> None:
     compared, missed = [], []
-    for seed in range(200):
+    for seed in seeds:
         graph, costs = oracle.random_graph(seed, operations=4 + seed % 6, plain=seed % 3 == 0)
         floor, _ = proven_floor(graph, costs)
         top = problem_at((graph, costs), 1.0).budget_bytes
@@ -209,7 +202,7 @@ def test_random_graphs_come_within_a_hundredth_of_the_optimum() -> None:
         compared.append(seed)
         if total > 1.01 * least:
             missed.append(seed)
-    assert len(compared) > 80
+    assert len(compared) > 0.4 * len(seeds)
     assert not missed
 
 
@@ -277,7 +270,7 @@ def test_auto_carries_on_where_the_integer_programme_stalls() -> None:
     assert any("(by search)" in line and "any plan at least" in line for line in told)
 
 
-@pytest.mark.parametrize(("cores", "annealings"), [(1, 1), (2, 1), (4, 3), (64, 4)])
+@pytest.mark.parametrize(("cores", "annealings"), [(2, 1), (4, 3), (64, 4)])
 def test_cores_that_are_left_anneal_each_with_other_moves(
     cores: int, annealings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +283,7 @@ def test_cores_that_are_left_anneal_each_with_other_moves(
     monkeypatch.setattr(type(SOLVER), "require", lambda self: None)
     monkeypatch.setattr(type(SOLVER), "prepare", lambda *_: True)
     monkeypatch.setattr(type(SOLVER), "improve", improve)
-    solvers.solve(problem_at(oracle.resnet_like(50), 0.25), time_limit_seconds=1.0, seed=7)
+    solvers.solve(problem_at(oracle.resnet_like(30), 0.25), time_limit_seconds=0.3, seed=7)
     assert sorted(seeds) == [*range(7, 7 + annealings)]
 
 
@@ -299,7 +292,7 @@ def test_where_the_integer_programme_closes_the_gap_annealing_is_not_loaded(monk
         raise AssertionError("the search was started")
 
     monkeypatch.setattr(type(SOLVER), "improve", fail)
-    problem = problem_at(oracle.gpt_like(6, vocabulary=1024), 0.8)
+    problem = problem_at(transformer(6, vocabulary=1), 0.8)
     solution = solvers.solve(problem, time_limit_seconds=30)
     assert solution.solver == "ilp"
     assert solution.recompute_seconds - solution.lower_bound_seconds <= 3e-4 * problem.baseline.seconds

@@ -31,7 +31,7 @@ def _questions(branching: Branching, cuts: list[Cut], model: Model) -> list[Ques
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6))
 def test_what_a_plan_keeps_between_few_cuts_it_keeps_between_more(seed: int) -> None:
     rng = random.Random(seed)

@@ -34,7 +34,7 @@ def _solved(problem: Problem, search: Search) -> Solution:
     return solved(problem, search.solver, effort=search)
 
 
-@pytest.mark.parametrize("seed", tiered(range(500), quick=[*range(12), 251]))
+@pytest.mark.parametrize("seed", tiered(range(500), quick=range(12)))
 def test_every_claimed_optimum_is_one_and_no_bound_is_above_it(seed: int) -> None:
     problem = _problem(seed)
     free = cheapest(problem, in_any_order=True)

@@ -118,7 +118,7 @@ def test_what_is_left_out_and_remembered_changes_nothing(seed: int) -> None:
         assert proven_peak(graph, costs)[0] == _exactly(graph, costs)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 10**6))
 def test_no_bound_is_above_the_lowest_peak_of_a_training_step(seed: int) -> None:
     graph, costs = random_step(seed, forward=3)

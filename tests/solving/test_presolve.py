@@ -14,6 +14,7 @@ from planner.solving import presolve
 from planner.solving.presolve import merged, without_small
 from tests.oracle import cheapest, lowest, random_graph, resnet_like
 from tests.solving.test_plan_columns import random_plan
+from tests.tiers import tiered
 
 
 def _problem(seed: int, share: float) -> Problem:
@@ -46,7 +47,7 @@ def test_a_batch_norm_has_one_value_for_both_statistics_and_small_ones_take_noth
     assert 0 < left_out_bytes <= 5e-4 * problem.budget_bytes
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", tiered(range(100), quick=range(40)))
 def test_the_optimum_is_exact_where_much_is_left_out_at_first(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presolve, "_SMALL_TOGETHER", 0.3)
     problem = _problem(seed, 1.0)

@@ -40,7 +40,7 @@ def _tree(problem: Problem, cuts: list[Cut]) -> tuple[Model, Tree] | None:
     return model, tree
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_it_ends_at_the_optimum_of_the_programme_and_is_never_above(seed: int) -> None:
     problem = _problem(seed)
