@@ -28,17 +28,14 @@ def are_no_larger(inputs: str, planned: str) -> bool:
     >>> are_no_larger("(8, 64) float32", "(32, 64) float32"), are_no_larger("(8, 65) float32", "(32, 64) float32")
     (True, False)
     """
-    ours, theirs = (_DESCRIBED.findall(text) for text in (inputs, planned))
-    if [(len(_sizes(sizes)), dtype) for sizes, dtype in ours] != [
-        (len(_sizes(sizes)), dtype) for sizes, dtype in theirs
-    ]:
+    ours, theirs = (
+        [([int(size) for size in sizes.split(",") if size.strip()], dtype) for sizes, dtype in _DESCRIBED.findall(text)]
+        for text in (inputs, planned)
+    )
+    if [(len(sizes), dtype) for sizes, dtype in ours] != [(len(sizes), dtype) for sizes, dtype in theirs]:
         return False
     pairs = zip(ours, theirs, strict=True)
-    return all(a <= b for (mine, _), (those, _) in pairs for a, b in zip(_sizes(mine), _sizes(those), strict=True))
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",") if size.strip()]
+    return all(a <= b for (mine, _), (those, _) in pairs for a, b in zip(mine, those, strict=True))
 
 
 def fingerprint(
