@@ -216,7 +216,7 @@ def shardings(rank: int) -> dict[str, Any]:
     """Shard in ways that plans do not count on, and keep gradients whole for a step: that is right, and said."""
     mesh = init_device_mesh("cpu", (RANKS,))
     both = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("copy", "shard"))
-    expected, found = mean_of_single_processes(depth=3), {}
+    expected, found = mean_of_single_processes(depth=2), {}
     ways: dict[str, dict[str, Any] | None] = {
         "kept": {"mesh": mesh, "reshard_after_forward": False},
         "copied": {"mesh": both},
@@ -226,14 +226,14 @@ def shardings(rank: int) -> dict[str, Any]:
         "unsent": {"mesh": mesh},
         "default": {"mesh": mesh},
     }
-    plan = planner.plan_of(wrap(make(3), rank, "fsdp2"))
+    plan = planner.plan_of(wrap(make(2), rank, "fsdp2"))
     for name, options in ways.items():
-        model = planner.auto_wrap(make(3), budget=plan, runtime="regional")
+        model = planner.auto_wrap(make(2), budget=plan, runtime="regional")
         for block in model.blocks if options is not None else ():
             fully_shard(block, **options)
         fully_shard(model, **{"mesh": mesh, **(options or {})})
         if name == "prefetched":
-            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
         model.set_requires_gradient_sync(name != "unsent")
         said = common.warnings_of(lambda model=model: model(data(rank)).backward())
         if name == "unsent":
@@ -241,7 +241,7 @@ def shardings(rank: int) -> dict[str, Any]:
             model(data(rank)).backward()
         times = 2 if name == "unsent" else 1
         found[name] = {"equal": same(gradients(model), {n: times * one for n, one in expected.items()}), "said": said}
-    running: Any = common.with_ddp(wrap(make(3), rank, "ddp"))
+    running: Any = common.with_ddp(wrap(make(2), rank, "ddp"))
     running.register_comm_hook(None, allreduce_hook)  # which sends what DDP would
     said = common.warnings_of(lambda: running(data(rank)).backward())
     found["hook"] = {"equal": same(gradients(running), expected), "said": said}
