@@ -23,7 +23,7 @@ ROWS, WIDTH = 256, 32
 
 
 def network(inputs: int) -> nn.Sequential:
-    between = (layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    between = (layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     return nn.Sequential(nn.Linear(inputs, WIDTH), nn.Tanh(), *between, nn.Linear(WIDTH, 1))
 
 
