@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import planner
+from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.runtimes._calls import OpenCalls
 from tests.models import Stack, rows
@@ -58,14 +59,34 @@ def wrap(**options: object) -> nn.Module:
     return planner.auto_wrap(Stack(), **grouped(time_limit_seconds=0.2, **options))
 
 
-@pytest.mark.parametrize("runtime", ["graph", "modules"])
-def test_gradients_that_break_the_budget_are_said_once(runtime: str) -> None:
-    model = wrap(budget="70%", runtime=runtime)
+@pytest.mark.filterwarnings("error:.*gradients of earlier backwards")
+@pytest.mark.parametrize("runtime", ["graph", "regional"])
+def test_gradients_that_a_call_finds_are_planned_for(runtime: str) -> None:
+    asked = grouped(runtime=runtime, gradient_accumulation=True, budget="100%", time_limit_seconds=0.2)
+    budget_bytes = planner.plan(Stack(), rows(), **asked).minimum_feasible_peak_bytes + 4096
+    model = wrap(budget=budget_bytes, runtime=runtime)
     model(rows()).backward()
-    plan = planner.plan_of(model)
+    first = planner.plan_of(model)
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + held_bytes
-    with pytest.warns(UserWarning, match="Stack is called while it holds .* of gradients.*gradient_accumulation=True"):
+    assert first.peak_bytes <= budget_bytes < first.peak_bytes + held_bytes
+    model(rows()).backward()
+    peak_bytes, _ = measure_peak(lambda: model(rows()).backward(), torch.device("cpu"))
+    plan = planner.plan_of(model)
+    outside_bytes = sum(plan.static_bytes[kind] for kind in ("parameters", "gradients"))  # inputs are made inside
+    assert 0.995 * plan.peak_bytes <= peak_bytes + outside_bytes <= plan.peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_gradients_that_have_no_room_are_said_once(is_given: bool) -> None:
+    asked = grouped(budget="100%", runtime="graph", time_limit_seconds=0.2)
+    least = planner.plan(Stack(), rows(), **asked).minimum_feasible_peak_bytes + 4096
+    plan = planner.plan(Stack(), rows(), **asked | {"budget": least})
+    model = planner.auto_wrap(Stack(), **asked | {"budget": plan if is_given else least})
+    model(rows()).backward()
+    words = (
+        r"while it holds .* of gradients.*gradient_accumulation=True" if is_given else r"does not count the gradients"
+    )
+    with pytest.warns(UserWarning, match=words):
         model(rows()).backward()
     with warnings.catch_warnings(action="error"):
         model(rows()).backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -233,8 +234,20 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 )
 def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str) -> None:
     plain, model = beside(Stack(2), activation_budget="100%", runtime=runtime)
-    expected, found = (TRANSFORMS[transform](one, rows()) for one in (plain, model))
+    with warnings.catch_warnings(record=True, action="always") as said:
+        expected, found = (TRANSFORMS[transform](one, rows()) for one in (plain, model))
+    assert any("keeps no budget" in str(one.message) for one in said) == (
+        transform in ("torch.func.grad", "torch.vmap")
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_forward_called_by_itself_is_told_of() -> None:
+    model = planner.auto_wrap(Stack(2), budget="1GiB", runtime="graph")
+    with pytest.warns(UserWarning, match=r"Stack\.forward\(\) is called by itself.*keeps no budget"):
+        model.forward(rows())
+    with warnings.catch_warnings(action="error"), torch.no_grad():
+        model.forward(rows())
 
 
 class Lightning(nn.Module):
