@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from random import Random
 
-from planner.solving import solution_pool
-from planner.solving.solution_pool import Member, SolutionPool
+from planner.solvers import search
+from planner.solvers.search import Member, SolutionPool
 
 
 def of(*members: Member) -> SolutionPool:
@@ -38,7 +38,7 @@ def test_of_those_that_are_alike_the_cheapest_stays() -> None:
 
 def test_it_is_stale_and_then_exhausted_where_nothing_is_let_in_for_long() -> None:
     there = of(Member(3.0, (3,)))
-    for _ in range(solution_pool._EXHAUSTED):
+    for _ in range(search._EXHAUSTED):
         assert not there.is_exhausted
         there.enter(None)
     assert there.is_stale and there.is_exhausted
