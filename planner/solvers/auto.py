@@ -75,7 +75,10 @@ class AutoSolver:
         except InfeasibleBudgetError:
             race.descend()
             raise incumbent.infeasible(proven=True) from None
-        if not incumbent.take_lowest(self.name) and incumbent.schedule is None:
+        if incumbent.schedule is None:
+            incumbent.see(lowest_schedule(problem))
+            incumbent.take_lowest(self.name)
+        if incumbent.schedule is None:
             raise incumbent.infeasible()
 
     def lowest(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Schedule:

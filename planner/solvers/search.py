@@ -2,7 +2,7 @@
 
 It proves nothing. Some plans are found from nothing, going from hot to cold; then what is made of
 two of them, or of one, is annealed, barely warm, and the better ones stay: see
-``solving.solution_pool``. The moves and the exact bytes after each are in ``solving.annealing``,
+``SolutionPool``. The moves and the exact bytes after each are in ``solving.annealing``,
 compiled by numba, which is loaded when a search starts and not before.
 """
 
@@ -14,10 +14,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
+from typing import NamedTuple
 
 from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, SolverUnavailableError
@@ -28,7 +31,6 @@ from planner.solving.incumbent import Incumbent
 from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
 from planner.solving.rerun_set import RerunSet
-from planner.solving.solution_pool import MANY, Member, SolutionPool
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
 """Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs
@@ -66,6 +68,19 @@ _QUICK_SHARE = 0.15
 _LEAST_SECONDS = 0.1
 
 _COMPILES = "compiles its kernels, once for this installation, which takes up to half a minute"
+
+
+MANY = 12
+"""Members at most."""
+
+_ALIKE = 0.03
+"""Two are alike that differ in no more than this share of what runs again, and only the cheaper stays."""
+
+_STALE, _EXHAUSTED = 40, 200
+"""Sets in a row that were not let in, from which on some begin from nothing again, and until no more is to be had."""
+
+_ONE_PLACE = 0.7
+"""How often two change from one to the other only once."""
 
 
 def _never() -> bool:
@@ -213,6 +228,80 @@ def smallest() -> Problem:
         values=tuple(Value(name=f"v{i}", size_bytes=size) for i, size in enumerate((2, 4, 4, 2))),
     )
     return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(reads), budget_bytes=9)
+
+
+class Member(NamedTuple):
+    """A recompute set within the budget: its cost in the kernels' unit, and its sorted keys."""
+
+    cost: float
+    keys: tuple[int, ...]
+
+
+class SolutionPool:
+    """The cheapest recompute sets found: which are let in, and how two are crossed.
+
+    What runs again before one moment of the step, and how, hardly depends on what does long after it: so two are put
+    together, the one until some moment, the other from there on.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.members: list[Member] = []
+        self.least = math.inf
+        """Cost of the cheapest that ever was."""
+        self.stale = 0
+        """How many sets in a row were not let in."""
+
+    @property
+    def best(self) -> Member:
+        """The cheapest member."""
+        return min(self.members)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether nothing was let in for so long that no more is to be had."""
+        return self.stale >= _EXHAUSTED
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether nothing was let in for long."""
+        return self.stale >= _STALE
+
+    def rewrite(self, keys: Callable[[tuple[int, ...]], Iterable[int]]) -> None:
+        """Rewrite the keys of all members."""
+        self.members = [Member(each.cost, tuple(keys(each.keys))) for each in self.members]
+
+    def enter(self, found: Member | None) -> None:
+        """Add a member that is cheaper than similar ones, or than the dearest if the pool is full.
+
+        None stands for one that does not keep the budget. O(members x keys).
+        """
+        self.stale += 1
+        if found is None:
+            return
+        self.least = min(self.least, found.cost)
+        less = [member for member in self.members if _are_alike(found, member)]
+        if not less and len(self.members) >= MANY:
+            less = [max(self.members)]
+        if all(found.cost < member.cost * (1 - 1e-9) for member in less):
+            self.members = [found, *(member for member in self.members if member not in less)]
+            self.stale = 0
+
+    def crossed(self) -> list[int]:
+        """Cross two recompute sets at one slot, or between two."""
+        one, other = self.random.sample(self.members, 2)
+        places = sorted({*one.keys, *other.keys})
+        first, last = sorted(self.random.choices(places, k=2))
+        if self.random.random() < _ONE_PLACE:
+            last = places[-1] + 1
+        start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
+        inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
+        return [*one.keys[:start], *inner, *one.keys[end:]]
+
+
+def _are_alike(one: Member, other: Member) -> bool:
+    different = len(set(one.keys).symmetric_difference(other.keys))
+    return math.isclose(one.cost, other.cost) or different <= _ALIKE * min(len(one.keys), len(other.keys))
 
 
 class _Rounds:

@@ -23,11 +23,10 @@ from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solvers import search
-from planner.solvers.search import SOLVER
+from planner.solvers.search import SOLVER, Member
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
 from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
-from planner.solving.solution_pool import Member
 from tests import oracle
 from tests.example_graphs import transformer
 from tests.planned import problem_at
