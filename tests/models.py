@@ -98,7 +98,7 @@ class Convolutions(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(self.blocks(x.to(memory_format=self.order)))
+        return mean_square(self.blocks(x))
 
 
 class Heads(nn.Module):

@@ -32,7 +32,7 @@ from tests.models import (
 )
 from tests.runtimes import test_modules
 from tests.runtimes.steps import hold_peak, step, wrap_and_hold, wrap_and_hold_under_autocast
-from tests.runtimes.test_offload import perceptrons
+from tests.runtimes.test_offload import ChannelsLast, perceptrons
 from tests.tiers import tiered
 
 
@@ -344,7 +344,7 @@ CASES: dict[str, Case] = {
     "kept": _case("selective", Transformer, SEQUENCES, "65%", **_FILED),
     "kept, cast": _case("selective", partial(Transformer, cast=True), SEQUENCES, "85%", **_FILED),
     "offload, dropout": _case("offload", perceptrons, rows(1024, 128), "48%", **_FILED),
-    "offload, channels last": _case("offload", partial(Convolutions, channels_last=True), images(), "60%", **_FILED),
+    "offload, channels last": _case("offload", ChannelsLast, images(8, 3, 64), "60%", **_FILED),
     "no gradient comes back": _case("modules", test_modules.Detached, rows(512), "100%", uses=_nothing),
     # Weights that autocast around the call has cast are kept no longer than the call.
     "modules under autocast": _case("modules", Stack, rows(512), None, **_CAST),

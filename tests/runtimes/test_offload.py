@@ -276,6 +276,23 @@ def perceptrons() -> Stack:
     return Stack(block=lambda: torch.nn.Sequential(perceptron(128), torch.nn.Dropout(0.2)))
 
 
+class ChannelsLast(torch.nn.Module):
+    """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(
+                layer
+                for channels in (3, 16, 16)
+                for layer in (torch.nn.Conv2d(channels, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU())
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()
+
+
 QUICK = ("native dropout", "in place")
 RECURRENT = {"lstm", "gru"}
 """No graph holds them, and what is to wait on the host is planned in one."""
