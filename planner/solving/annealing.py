@@ -45,9 +45,9 @@ _COOLING_MOVES = 100
 _DESCENT_MOVES = 50
 """Between two looks at whether the budget is kept."""
 
-RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM, SLOTS = range(7)
-"""Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state, and
-slots of each operation."""
+RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM, LOWEST, SLOTS = range(8)
+"""Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state, first
+position that this move has changed, slots of each operation."""
 COST, WEIGHT, BEST = range(3)
 """Places in ``State.real``: cost of all reruns, price of the budget over and over, cost of the best set."""
 
@@ -80,11 +80,15 @@ class State(NamedTuple):
     ``keys``, ``live_bytes`` and ``dying_bytes`` belong to the runs in order; ``slots[o, :count[o]]``
     are the slots at which ``o`` runs, its own first; ``reruns`` holds the keys of all reruns in any
     order, and ``places[o, n]`` says where in it ``slots[o, n]`` is; ``changes`` is the journal of the current move.
+    What belongs to runs stands in ``kept_...`` as it was before that: a move that is not taken is undone by a copy.
     """
 
     keys: Array
     live_bytes: Array
     dying_bytes: Array
+    kept_keys: Array
+    kept_live_bytes: Array
+    kept_dying_bytes: Array
     slots: Array
     places: Array
     count: Array
@@ -173,6 +177,7 @@ def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
     live, budget, change = state.live_bytes, state.whole[BUDGET], 0
     if last < first:
         return 0
+    state.whole[LOWEST] = min(state.whole[LOWEST], first)
     for position in range(_unsigned(first), _unsigned(last + 1)):
         before = live[position]
         live[position] = before + size_bytes
@@ -182,10 +187,17 @@ def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
 
 
 @_compiled
+def _die(state: State, position: int, size_bytes: int) -> None:
+    """Free so many more bytes after the run at a position."""
+    state.whole[LOWEST] = min(state.whole[LOWEST], position)
+    state.dying_bytes[position] += size_bytes
+
+
+@_compiled
 def _move_end(state: State, before: int, after: int, size_bytes: int) -> int:
     """Move the end of a lifetime from position ``before`` to ``after``; return the change of the excess."""
-    state.dying_bytes[before] -= size_bytes
-    state.dying_bytes[after] += size_bytes
+    _die(state, before, -size_bytes)
+    _die(state, after, size_bytes)
     if after > before:
         return _hold(state, before + 1, after, size_bytes)
     return _hold(state, after + 1, before, -size_bytes)
@@ -214,23 +226,30 @@ def _lifetimes(tables: Tables, state: State, slot: int, operation: int, position
         value = tables.outputs[row]
         if tables.is_retained[value] or _death(tables, state, value, made, until) < key:
             _hold(state, position, position, sign * size[value])
-            state.dying_bytes[position] += sign * size[value]
+            _die(state, position, sign * size[value])
         else:  # the copy before ends at its last read before this run, the new one where that did
             end = _find(state, _death(tables, state, value, made, slot))
-            state.dying_bytes[end] += sign * size[value]
+            _die(state, end, sign * size[value])
             _hold(state, end + 1, position - 1, -sign * size[value])
     kept = tables.state_bytes[operation]
     if kept:
         last = state.slots[operation, state.count[operation] - 1]
         if state.count[operation] == 1:
             _hold(state, _find(state, state.slots[operation, 0] * count + operation), position, sign * kept)
-            state.dying_bytes[position] += sign * kept
+            _die(state, position, sign * kept)
         elif last < slot:
             end = _find(state, last * count + operation)
             if sign > 0:
                 _move_end(state, end, position, kept)
             else:
                 _move_end(state, position, end, kept)
+
+
+@_compiled
+def _copy(source: Array, target: Array, first: int, end: int) -> None:
+    """Copy a stretch of an array to the same place in another."""
+    for position in range(_unsigned(first), _unsigned(end)):
+        target[position] = source[position]
 
 
 @_compiled
@@ -293,6 +312,7 @@ def add(tables: Tables, state: State, slot: int, operation: int) -> None:
     _make_room(dying, position, whole[RUNS])
     keys[position], live[position], dying[position] = key, held + tables.workspace_bytes[operation], 0
     whole[RUNS] += 1
+    whole[LOWEST] = min(whole[LOWEST], position)
     whole[EXCESS] += max(live[position] - whole[BUDGET], 0)
     state.real[COST] += tables.costs[operation]
     _lifetimes(tables, state, slot, operation, position, 1)
@@ -317,6 +337,7 @@ def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
     _strike(state, slot, operation)
     _lifetimes(tables, state, slot, operation, position, -1)
     state.real[COST] -= tables.costs[operation]
+    whole[LOWEST] = min(whole[LOWEST], position)
     whole[EXCESS] -= max(live[position] - whole[BUDGET], 0)
     whole[RUNS] -= 1
     _close_up(state.keys, position, whole[RUNS])
@@ -494,39 +515,53 @@ def _move(tables: Tables, state: State) -> bool:
 
 
 @_compiled
-def _go_back(tables: Tables, state: State) -> None:
-    """Undo the changes of this move, the last first."""
+def _keep(state: State, first: int) -> None:
+    """Take what belongs to runs, from a position on, as what a move that is not taken goes back to."""
+    _copy(state.keys, state.kept_keys, first, state.whole[RUNS])
+    _copy(state.live_bytes, state.kept_live_bytes, first, state.whole[RUNS])
+    _copy(state.dying_bytes, state.kept_dying_bytes, first, state.whole[RUNS])
+
+
+@_compiled
+def _go_back(state: State, runs: int) -> None:
+    """Undo the changes of this move, before which there were so many runs."""
     whole, count = state.whole, len(state.count)
     while whole[CHANGES]:
         whole[CHANGES] -= 1
         key = state.changes[whole[CHANGES]]
         slot, operation = key // count, key % count
         if state.slots[operation, _latest(state, operation, slot)] == slot:
-            remove(tables, state, slot, operation)
+            _strike(state, slot, operation)
         else:
-            add(tables, state, slot, operation)
+            _enlist(state, slot, operation)
+    whole[RUNS] = runs
+    _copy(state.kept_keys, state.keys, whole[LOWEST], runs)
+    _copy(state.kept_live_bytes, state.live_bytes, whole[LOWEST], runs)
+    _copy(state.kept_dying_bytes, state.dying_bytes, whole[LOWEST], runs)
 
 
 @_compiled
 def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: float) -> int:
     """Try moves at one temperature, keeping the cheapest set within the budget; give how many were taken."""
     whole, real, taken = state.whole, state.real, 0
+    _keep(state, 0)
     for _ in range(moves):
-        cost, excess = real[COST], whole[EXCESS]
-        whole[CHANGES] = 0
+        cost, excess, runs = real[COST], whole[EXCESS], whole[RUNS]
+        whole[CHANGES], whole[LOWEST] = 0, runs
         _move(tables, state)
         if whole[CHANGES]:
             worse = real[COST] - cost + real[WEIGHT] * (whole[EXCESS] - excess) / whole[BUDGET]
             if worse <= 0.0 or _random(state) < math.exp(-worse / temperature):
                 taken += 1
+                _keep(state, whole[LOWEST])
                 if whole[EXCESS] == 0 and real[COST] < real[BEST] - 1e-9:
                     real[BEST] = real[COST]
                     state.best[0] = whole[RERUNS]
                     for number in range(whole[RERUNS]):
                         state.best[1 + number] = state.reruns[number]
             else:
-                _go_back(tables, state)
-                real[COST] = cost  # without what rounding leaves
+                _go_back(state, runs)
+                real[COST], whole[EXCESS] = cost, excess
         real[WEIGHT] *= 1.0 - pace if whole[EXCESS] == 0 else 1.0 + pace
         real[WEIGHT] = min(max(real[WEIGHT], 1e-9), 1e12)
     return taken

@@ -73,6 +73,9 @@ class RerunSet:
             keys=zeros(count + capacity),
             live_bytes=zeros(count + capacity),
             dying_bytes=zeros(count + capacity),
+            kept_keys=zeros(count + capacity),
+            kept_live_bytes=zeros(count + capacity),
+            kept_dying_bytes=zeros(count + capacity),
             slots=zeros((count, copies)),
             places=zeros((count, copies)),
             count=zeros(count),
@@ -82,7 +85,7 @@ class RerunSet:
             queue=zeros(1024),
             pending=zeros(kernels.MADE_AGAIN_AT_MOST),
             extended=zeros(1 + max((len(operation.inputs) for operation in graph.operations), default=0)),
-            whole=zeros(7),
+            whole=zeros(8),
             real=np.zeros(3),
         )
         self.state.whole[kernels.BUDGET] = problem.budget_bytes
