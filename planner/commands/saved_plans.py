@@ -55,9 +55,7 @@ class _Export(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("plan", metavar="PLAN", help="a saved plan; the model and its sizes must be those it is of")
-        parser.add_argument(
-            "--to", metavar="NAME", required=True, help="fsdp, huggingface, megatron, ...; a wrong name lists all"
-        )
+        parser.add_argument("--to", metavar="NAME", required=True, help="accelerate, fsdp, huggingface or torchtitan")
         parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
         add(parser, Target)
         json_option(parser)
@@ -79,9 +77,9 @@ class _Export(AboutModel):
                 args.name = plan.model  # of the zoo, unless the check below refuses it
             _asked.check_model(args)
             _asked.check_target(args)
-            runtime, asked = exporters.runtime_for(args.to), _asked.keywords(args, Search, Target, Training)
+            asked = _asked.keywords(args, Search, Target, Training)
             with _asked.working(args) as (progress, loaded):
-                study = _asked.ask_or_build(planner.study, args, loaded, progress, runtime=runtime, **asked)
+                study = _asked.ask_or_build(planner.study, args, loaded, progress, runtime="modules", **asked)
         made = exporters.export(plan, to=args.to, study=study)
         write_json(made.report(), args.json)
         if made.label is Label.UNSUPPORTED:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from planner.errors import UsageError
@@ -30,12 +28,11 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
     """Return by name, sorted, what the public modules of a package define, by its ``__name__`` and ``__path__``.
 
     Each module gives its ``attribute`` one object of a kind, a class or a protocol that can be checked, or a tuple of
-    several. A TypeError says that one has none, or that two have one name. Modules of extras count too: those of an
-    extra that has the package's name, and the one of that name in each other extra.
+    several. A TypeError says that one has none, or that two have one name.
     """
     found: dict[str, T] = {}
     own = [importlib.import_module(f"{package}.{file}") for file in files(path)]
-    for module in (*own, *_of_extras(package, path)):
+    for module in own:
         given = getattr(module, attribute, None)
         for one in given if isinstance(given, tuple) and given else (given,):
             if not isinstance(one, kind):
@@ -45,18 +42,6 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
                 raise TypeError(f"two of {package} are called {one.name!r}")
             found[one.name] = one
     return dict(sorted(found.items()))
-
-
-def _of_extras(package: str, path: Iterable[str]) -> Iterator[ModuleType]:
-    """Import what extras add to a package; an extra that builds on one that was removed adds nothing."""
-    parent, _, room = package.rpartition(".")
-    for folder in (Path(place).parent / "extras" for place in path):
-        for file in sorted([*folder.glob(f"{room}/[!_]*.py"), *folder.glob(f"*/{room}.py")]):
-            try:
-                yield importlib.import_module(f"{parent}.extras.{file.parent.name}.{file.stem}")
-            except ModuleNotFoundError as error:
-                if not (error.name or "").startswith(f"{parent}.extras."):
-                    raise
 
 
 def lazily(name: str, package: str, modules: Mapping[str, str]) -> Any:

@@ -35,10 +35,6 @@ class Exporter(Protocol):
     """What people type."""
     summary: str
     """One line on what the framework can be told."""
-    language: str
-    """Of the text: ``"python"``, ``"shell"`` or ``"yaml"``."""
-    eager: bool
-    """Whether layers run there as eager PyTorch has them, so that a recorded eager step says what they need."""
     to_the_end: bool
     """Whether the framework runs all of a checkpointed module again, and not only what the backward needs."""
     lost: tuple[str, ...]
@@ -103,11 +99,10 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     ----------
     plan : Plan
     to : str
-        One of ``"accelerate"``, ``"axolotl"``, ``"deepspeed"``, ``"fsdp"``, ``"huggingface"``, ``"lightning"``,
-        ``"megatron"``, ``"torchtitan"``, ``"unsloth"``.
+        One of ``"accelerate"``, ``"fsdp"``, ``"huggingface"``, ``"torchtitan"``.
     study : Study, optional
-        The step that the plan is for, from :func:`planner.study`, for the runtime that :func:`runtime_for` gives:
-        whatever is not carried over exactly is chosen anew within the plan's budget, and simulated.
+        The step that the plan is for, from :func:`planner.study` with ``runtime="modules"``: whatever is not carried
+        over exactly is chosen anew within the plan's budget, and simulated.
 
     Returns
     -------
@@ -118,7 +113,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     ------
     UsageError
         If there is no such exporter, the plan is for a step in chunks, or the study is needed and missing, or is for
-        another runtime.
+        another runtime than ``modules``.
     PlanMismatchError
         If the study is of another step.
 
@@ -145,21 +140,18 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         model=plan.model,
         label=Label.EXACT,
         reason="the same modules run again" if plan.recomputations else "the plan recomputes nothing",
-        language=exporter.language,
         budget_bytes=plan.budget_bytes,
         plan=planned,
         predicted=planned,
     )
     if carries_exactly(plan, to):
-        modules = modules_of(plan) if plan.recomputations else ()
-        return _written(found, exporter, plan, Placement(groups=tuple((module,) for module in modules)))
-    if study is None or (study.regions is not None) is not exporter.eager:
+        return _written(found, exporter, plan, Placement(modules=modules_of(plan) if plan.recomputations else ()))
+    if study is None or study.regions is None:
         raise UsageError(
             f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
-            f"study=planner.study(model, inputs, runtime={runtime_for(to)!r}), on the command line the model and its "
-            "sizes"
+            "study=planner.study(model, inputs, runtime='modules'), on the command line the model and its sizes"
         )
-    step = ExportStep(plan, study, to_the_end=exporter.to_the_end)
+    step = ExportStep(plan, study, study.regions, to_the_end=exporter.to_the_end)
     try:
         placement = exporter.place(step)
     except CannotExpressError as error:
@@ -169,11 +161,6 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         found, label=Label.APPROXIMATE, reason=exporter.summary, lost=lost, predicted=step.figures(placement)
     )
     return _written(found, exporter, plan, placement)
-
-
-def runtime_for(to: str) -> str:
-    """Return the runtime for which the step is to be studied."""
-    return "modules" if get(to).eager else "graph"
 
 
 def _written(found: Export, exporter: Exporter, plan: Plan, placement: Placement) -> Export:
@@ -199,8 +186,6 @@ def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
         )
     if plan.kept:
         yield f"of modules that run again the plan keeps results ({collapsed(list(plan.kept))}); here nothing is kept"
-    if not exporter.eager:
-        yield "the figures are of the PyTorch step as it is captured"
     if plan.runtime != study.origin.runtime:
         yield (
             f"the plan's figures are of a step for the runtime {plan.runtime!r}, those of the export of one for "

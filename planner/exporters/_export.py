@@ -25,15 +25,10 @@ class Label(StrEnum):
 class Placement:
     """What a framework is told to recompute."""
 
-    groups: tuple[tuple[str, ...], ...] = ()
-    """Paths of modules; those of one group run again together, as one."""
+    modules: tuple[str, ...] = ()
+    """Paths of the modules that run again, each by itself."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The framework's own words for it."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """All modules that run again."""
-        return tuple(module for group in self.groups for module in group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +61,8 @@ class Export:
     """Why it has that label."""
     lost: tuple[str, ...] = ()
     """What else differs there, one line each."""
-    language: str = "python"
-    """Of the text: ``"python"``, ``"shell"`` or ``"yaml"``."""
     text: str = ""
-    """The configuration or code; empty if unsupported."""
+    """Python code; empty if unsupported."""
     modules: tuple[str, ...] = ()
     """What runs again there; a path stands for all of a module."""
     budget_bytes: int

@@ -10,10 +10,9 @@ from planner.analysis.study import Study
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError
 from planner.exporters._export import Figures, Placement
-from planner.ir.checkpoints import BOOKKEEPING, Region, forward_of, region_of, schedule_of
+from planner.ir.checkpoints import BOOKKEEPING, Region, forward_of, schedule_of
 from planner.ir.layers import find_layers
 from planner.ir.problem import Problem
-from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.plan import Plan
 from planner.solving.modules.ilp import Chooser
@@ -29,19 +28,18 @@ class CannotExpressError(PlannerError):
 class ExportStep:
     """A step and a plan for it, whose budget is to be kept, asked for ways to checkpoint whole modules.
 
-    The study of an eager step says itself, by its regions, what each recomputed module runs. For ``to_the_end`` see
+    The regions of the recorded eager step say what each recomputed module runs. For ``to_the_end`` see
     :class:`planner.exporters.Exporter`.
     """
 
-    def __init__(self, plan: Plan, study: Study, *, to_the_end: bool = False) -> None:
+    def __init__(self, plan: Plan, study: Study, regions: Iterable[Region], *, to_the_end: bool = False) -> None:
         self.plan = plan
         self.graph = study.graph
         self.problem: Problem = study.problem(plan.budget_bytes)
         self.to_the_end = to_the_end
         self._layers = find_layers(study.graph)
-        self._recorded = {region.module: region for region in study.regions} if study.regions is not None else None
+        self._regions = {region.module: region for region in regions}
         self._is_sound = cache(self._can_run_again)
-        self._regions: dict[tuple[str, ...], Region | None] = {}
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
@@ -49,7 +47,7 @@ class ExportStep:
         if self._layers.blocks:
             return self._layers.blocks
         raise CannotExpressError(
-            "the model has no repeated blocks that could be named; planner.auto_wrap(model, plan=plan) runs the plan"
+            "the model has no repeated blocks that could be named; planner.auto_wrap(model, budget=plan) runs the plan"
         )
 
     @cached_property
@@ -63,29 +61,18 @@ class ExportStep:
             )
         return self.blocks
 
-    @cached_property
+    @property
     def modules(self) -> tuple[str, ...]:
-        """All that can run again: what was recorded; in a captured step the blocks, and what they are made of."""
-        if self._recorded is not None:
-            return tuple(self._recorded)
-        blocks, parts = set(self.blocks), dict[str, None]()
-        for operation, layer in zip(self.graph.operations, self._layers.of, strict=True):
-            inside = operation.module.removeprefix(f"{layer}.")
-            if layer in blocks and inside != operation.module:
-                parts[f"{layer}.{inside.partition('.')[0]}"] = None
-        return (*self.blocks, *parts)
-
-    def schedule(self, placement: Placement) -> Schedule:
-        """Return the schedule of a placement."""
-        regions = (self._region(group) for group in placement.groups)
-        return schedule_of(self.graph, [region for region in regions if region is not None])
+        """All modules that can run again."""
+        return tuple(self._regions)
 
     def figures(self, placement: Placement) -> Figures:
         """Simulate a placement."""
         rest = [self._rest_of(module) for module in placement.modules]
         more_seconds = sum(seconds for seconds, _ in rest)
         more_bytes = max((size_bytes for _, size_bytes in rest), default=0)
-        evaluation = simulate(self.graph, self.problem.costs, self.schedule(placement))
+        schedule = schedule_of(self.graph, [self._regions[module] for module in placement.modules])
+        evaluation = simulate(self.graph, self.problem.costs, schedule)
         seconds = self.problem.baseline.seconds
         return Figures(
             peak_bytes=evaluation.peak_bytes + self.graph.total_static_bytes + more_bytes,
@@ -95,56 +82,39 @@ class ExportStep:
     def best_modules(self, candidates: Sequence[str]) -> Placement:
         """Return the cheapest set of modules to checkpoint that keeps the budget, or raise CannotExpressError."""
         sound = [module for module in candidates if self._is_sound(module)]
-        regions = [region for module in sound if (region := self._region((module,))) is not None]
         clock = SolveLimits(time_limit_seconds=_SECONDS, deterministic=True).clock()
         more_bytes = max((self._rest_of(module)[1] for module in sound), default=0)
         problem = replace(self.problem, budget_bytes=self.problem.budget_bytes - more_bytes)
-        chosen, _ = Chooser(problem, regions, clock).choose()
-        names = {regions[number].module for number in chosen}
-        return self.best_of([Placement(groups=tuple((module,) for module in sound if module in names))])
-
-    def best_of(self, placements: Iterable[Placement]) -> Placement:
-        """Return the cheapest within the budget of some placements and no recompute; else CannotExpressError."""
-        sound = [placement for placement in placements if all(map(self._is_sound, placement.modules))]
-        simulated = [(self.figures(placement), placement) for placement in (*sound, Placement())]
+        chosen, _ = Chooser(problem, [self._regions[module] for module in sound], clock).choose()
+        found = Placement(modules=tuple(module for number, module in enumerate(sound) if number in chosen))
+        simulated = [(self.figures(placement), placement) for placement in (found, Placement())]
         fitting = [pair for pair in simulated if pair[0].peak_bytes <= self.plan.budget_bytes]
         if fitting:
             return min(fitting, key=lambda pair: (pair[0].overhead, pair[0].peak_bytes))[1]
-        if not any(map(self._is_sound, self.blocks if self._layers.blocks else self._recorded or self.blocks)):
+        if not any(map(self._is_sound, self.blocks if self._layers.blocks else self._regions or self.blocks)):
             raise CannotExpressError(
                 "its layers cannot run again as they are: a BatchNorm would update its running statistics twice, or "
                 "they are called more than once, or make what the model returns (a cache: use_cache=False); "
-                "planner.auto_wrap(model, plan=plan) runs the plan"
+                "planner.auto_wrap(model, budget=plan) runs the plan"
             )
         lowest_bytes = min(figures.peak_bytes for figures, _ in simulated)
         raise CannotExpressError(
             f"nothing that it can express keeps the budget of {self.plan.budget_bytes:,} bytes: the lowest peak is "
             f"{lowest_bytes:,}; plan for --budget {lowest_bytes}, or run this plan with planner.auto_wrap(model, "
-            "plan=plan)"
+            "budget=plan)"
         )
 
     def _can_run_again(self, module: str) -> bool:
         """Whether a module is called once, and holds no BatchNorm in training."""
-        inside = forward_of(self.graph, [module])
-        targets = {self.graph.operations[index].target for index in inside}
-        in_one_piece = not inside or inside[-1] - inside[0] == len(inside) - 1
-        called_once = in_one_piece if self._recorded is None else module in self._recorded
-        return called_once and not any("batch_norm" in target for target in targets)
-
-    def _region(self, group: tuple[str, ...]) -> Region | None:
-        if self._recorded is not None:
-            return self._recorded.get(group[0])
-        if group not in self._regions:
-            inside = forward_of(self.graph, group)
-            self._regions[group] = region_of(self.graph, group[0], inside, to_the_end=self.to_the_end)
-        return self._regions[group]
+        targets = (self.graph.operations[index].target for index in forward_of(self.graph, [module]))
+        return module in self._regions and not any("batch_norm" in target for target in targets)
 
     def _rest_of(self, module: str) -> tuple[float, int]:
         """Return seconds, and bytes at most, of what a framework that runs a module to its end adds to its region."""
-        if self._recorded is None or not self.to_the_end or module not in self._recorded:
+        if not self.to_the_end:
             return 0.0, 0
         operations, values = self.graph.operations, self.graph.values
-        again = set(self._recorded[module].recompute)
+        again = set(self._regions[module].recompute)
         if all(operations[index].target in BOOKKEEPING for index in again):
             return 0.0, 0  # the backward reads nothing of it
         rest = [

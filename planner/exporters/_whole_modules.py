@@ -17,7 +17,7 @@ WITHOUT_CACHE = "    model.config.use_cache = False  # a layer that runs again w
 
 
 def comment(text: str) -> str:
-    """Return a text as lines of comment, as Python, YAML and shells have them."""
+    """Return a text as lines of comment, as Python has them."""
     return textwrap.fill(text, _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False) + "\n"
 
 
@@ -27,34 +27,15 @@ def names(constant: str, values: Iterable[str]) -> str:
     return f"{constant} = (\n{lines})\n" if lines else f"{constant} = ()\n"
 
 
-def numbers(constant: str, values: Iterable[int]) -> str:
-    """Return the definition of a set of numbers."""
-    return f"{constant} = frozenset([{', '.join(map(str, values))}])\n"
-
-
-class OwnLayers:
-    """The framework has layers of its own, or counts them: none of the model's modules can be named."""
-
-    language = "python"
-    eager = False
-    to_the_end = True
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        """Take no modules."""
-        return False
-
-
 class WholeModules:
     """The best set of whole modules, whichever they are, written into a template.
 
-    There ``{modules}`` is their names, as a tuple MODULES, ``{count}`` is how many they are, and ``{without_cache}`` a
-    line, or nothing, in a function of the model: what keeps one of transformers from filling its cache twice.
+    There ``{modules}`` is their names, as a tuple MODULES, and ``{without_cache}`` a line, or nothing, in a function of
+    the model: what keeps one of transformers from filling its cache twice.
     """
 
     template = ""
     summary = "whole modules run again, where the plan chooses single operations"
-    language = "python"
-    eager = True
     to_the_end = False
     lost: tuple[str, ...] = ()
 
@@ -72,5 +53,4 @@ class WholeModules:
         return self.template.format(
             modules=names("MODULES", placement.modules),
             without_cache=WITHOUT_CACHE if is_transformers else "",
-            count=len(placement.groups) or None,
         )

@@ -28,7 +28,7 @@ class _HuggingFace(WholeModules):
 
     def place(self, step: ExportStep) -> Placement:
         chosen = step.best_modules(step.blocks)
-        return Placement(groups=chosen.groups, settings=_as_trainer_options(step, chosen.modules))
+        return Placement(modules=chosen.modules, settings=_as_trainer_options(step, chosen.modules))
 
     def write(self, placement: Placement, plan: Plan) -> str:
         options = json.dumps(dict(placement.settings)).replace("true", "True").replace("false", "False")

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._whole_modules import OwnLayers, numbers
 from planner.plans.plan import Plan
 
 
-class _TorchTitan(OwnLayers):
+class _TorchTitan:
     name = "torchtitan"
     summary = "whole blocks run again, each to its end, where the plan chooses single operations"
-    eager = True
+    to_the_end = True
     lost = (
         "the blocks there are torchtitan's own: the choice carries over by number",
         "with compiled blocks torchtitan's fused kernels need other memory",
     )
 
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return False  # its blocks are its own
+
     def place(self, step: ExportStep) -> Placement:
         chosen = step.best_modules(step.row)
         positions = [index for index, block in enumerate(step.row) if block in chosen.modules]
-        return Placement(groups=chosen.groups, settings={"numbers": positions})
+        return Placement(modules=chosen.modules, settings={"numbers": positions})
 
     def write(self, placement: Placement, plan: Plan) -> str:
         return f'''\
@@ -35,7 +37,8 @@ from dataclasses import dataclass
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
-{numbers("BLOCKS", placement.settings.get("numbers", ()))}
+BLOCKS = frozenset({placement.settings.get("numbers", [])})
+
 
 class PlannedAC(FullAC):
     """Recompute the blocks of BLOCKS, by their number, and keep the others."""

@@ -90,11 +90,10 @@ def region_of(
     inside: Collection[int],
     *,
     saved: Saved | None = None,
-    to_the_end: bool = False,
 ) -> Region | None:
     """Return what checkpointing some operations of the forward does; None if nothing would run again.
 
-    Where it goes on to the end, all of them run again and not only what the backward needs. O(operations + values).
+    O(operations + values).
     """
     operations, values, readers = graph.operations, graph.values, graph.readers
     inside = set(inside)
@@ -123,7 +122,5 @@ def region_of(
             again.add(maker)
             inputs = operations[maker].inputs
             needed += (value for value in inputs if value not in held and graph.producer[value] in inside)
-    if to_the_end:
-        again |= {i for i in inside if operations[i].recomputable and not held.issuperset(operations[i].outputs)}
     before = min(needs.values())
     return Region(module=module, hold=None, recompute=tuple(sorted(again)), recompute_before=before, release_at=before)
