@@ -74,16 +74,8 @@ class Recurrent(nn.Module):
 class Convolutions(nn.Module):
     """BatchNorm and activations in place; ``None`` among the momenta is one that no graph can capture."""
 
-    def __init__(
-        self,
-        depth: int = 4,
-        channels: int = 16,
-        *,
-        momenta: Sequence[float | None] = (0.1,),
-        channels_last: bool = False,
-    ) -> None:
+    def __init__(self, depth: int = 4, channels: int = 16, *, momenta: Sequence[float | None] = (0.1,)) -> None:
         super().__init__()
-        self.order = torch.channels_last if channels_last else torch.preserve_format
         self.blocks = nn.Sequential(
             *(
                 nn.Sequential(

@@ -242,32 +242,10 @@ def test_no_other_set_of_layers_costs_less(percent: int):
     assert finer.predicted is not None and finer.predicted.overhead <= made.predicted.overhead
 
 
-def run_without(made: Export, library: str, **attributes: Any) -> dict[str, Any]:
-    """Run generated Python whose library is not here, with a stand-in for it."""
-    stand_ins = {name: types.ModuleType(name) for name in accumulate(library)}
-    vars(stand_ins[library]).update(attributes)
-    for name, module in stand_ins.items():
-        if "." in name:
-            parent, _, child = name.rpartition(".")
-            setattr(stand_ins[parent], child, module)
-    before = dict(sys.modules)
-    sys.modules.update(stand_ins)
-    try:
-        return run(made)
-    finally:
-        sys.modules.clear()
-        sys.modules.update(before)
-
-
-def accumulate(dotted: str) -> list[str]:
-    parts = dotted.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
 # What the frameworks accept, by the rules of their present releases.
 
 
-def test_torchtitan():
+def test_torchtitan(monkeypatch: pytest.MonkeyPatch):
     class FullAC:
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config:
@@ -276,9 +254,10 @@ def test_torchtitan():
         def _wrap_block(self, module: Any, *, base_fqn: str | None = None) -> Any:
             return ("wrapped", module)
 
-    library = "torchtitan.distributed.activation_checkpoint"
-    made = export(PLANS["80%"], "torchtitan")
-    names = run_without(made, library, FullAC=FullAC)
+    made, library = export(PLANS["80%"], "torchtitan"), types.SimpleNamespace(FullAC=FullAC)
+    for name in ("torchtitan", "torchtitan.distributed", "torchtitan.distributed.activation_checkpoint"):
+        monkeypatch.setitem(sys.modules, name, library)  # it is not installed here
+    names = run(made)
     wrapped = [i for i in range(6) if names["PlannedAC"]()._wrap_block(i, base_fqn=f"layers.{i}") == ("wrapped", i)]
     assert [f"transformer.h.{i}" for i in wrapped] == list(made.modules) and 0 < len(wrapped) < 6
     assert isinstance(names["ACTIVATION_CHECKPOINT"], FullAC.Config)

@@ -36,8 +36,6 @@ from planner.errors import UsageError
 from planner.zoo import ZooModel
 from tests.models import Stack, rows
 
-TINY = ["--layers", "1", "--seq-len", "32", "--batch-size", "4"]
-
 
 def _results(path: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(path.read_text())

@@ -175,34 +175,6 @@ def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan
     assert page.wrong == []
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_a_click_on_a_module_zooms_in_and_out(
-    browser: Any, plan: Plan, tmp_path: Path, width: int, scheme: str
-) -> None:
-    page = opened(browser, to_html(plan), tmp_path, width)
-    page.emulate_media(color_scheme=scheme)
-
-    def shown(name: str) -> dict[str, float]:
-        return page.query_selector(f"#flame button[title^='{name}:']").bounding_box()
-
-    assert plan.details is not None
-    layers = [layer for layer in plan.placement if layer.module == "transformer.h.2"]
-    blocks = [layer for layer in plan.placement if layer.module.startswith("transformer.h.")]
-    both = [sum(layer.saved_bytes + max(layer.freed_bytes, 0) for layer in part) for part in (layers, blocks)]
-    assert shown("transformer.h.2")["width"] == pytest.approx(
-        shown("transformer.h")["width"] * both[0] / both[1], abs=1.5
-    )
-    page.click("#flame button[title^='transformer.h.2:']")
-    assert shown("transformer.h.2")["width"] == pytest.approx(shown("toy")["width"], abs=1)
-    assert page.query_selector("#flame button[title^='transformer.h.3:']") is None
-    assert re.match(r"transformer.h.2\s*saves 6.2 MiB, frees 10.0 MiB", page.inner_text("#module"))
-    page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Enter")  # the block above
-    assert page.query_selector("#flame button[title^='transformer.h.3:']") is not None
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.wrong == []
-
-
 # The page of a what-if.
 
 

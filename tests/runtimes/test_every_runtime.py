@@ -127,6 +127,7 @@ def test_a_percentage_stays_one_of_the_step_in_one_piece() -> None:
     model = planner.auto_wrap(build(), **grouped(budget="80%", chunk=4, time_limit_seconds=1.0))
     for count in (512, 256):
         model(rows(count)).backward()
+        model.zero_grad()
         plan = planner.plan_of(model)
         assert chunks_of(plan.fingerprint) == 4
         assert plan.budget_bytes == whole.budget_bytes + whole.graph.total_static_bytes

@@ -209,6 +209,8 @@ def test_recomputed_random_operations_draw_what_they_drew():
     assert any("native_dropout" in key for again in plan.recomputations.values() for key in again)
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences
+    # Dropout's mask is copied by torch's operator and not by planned graphs: counted as there, it was 15% too little.
+    assert proof.peak_bytes <= plan.peak_bytes
 
 
 def test_without_a_compiler_nothing_is_begun():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import cli
 import planner
 from planner.common.options import grouped
 from planner.errors import UsageError
@@ -74,29 +73,6 @@ def test_a_plan_of_modules_refuses_it_too() -> None:
         planner.auto_wrap(Perceptrons(), budget=plan, search="chain-dp")
     with pytest.raises(UsageError, match=REFUSAL):
         planner.auto_wrap(Perceptrons(), **grouped(plan=plan, **MODULES))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["plan", "minigpt", "--budget", "80%"],
-        ["plan", "minigpt", "--strategy", "every-2"],
-        ["verify", "minigpt", "--budget", "80%"],
-        ["audit", "minigpt", "--current", "none"],
-        ["what-if", "minigpt"],
-    ],
-    ids=" ".join,
-)
-def test_the_command_line_refuses_it_at_once(
-    command: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*arguments: object, **options: object) -> None:
-        raise AssertionError("a model was built before the refusal")
-
-    monkeypatch.setattr("planner.commands._asked.load", load)
-    assert cli.main([*command, "--runtime", "modules", "--solver", "chain-dp"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and re.fullmatch(f"error: {REFUSAL}.*\n", shown.err)
 
 
 def test_auto_asks_it_where_the_graph_is_captured() -> None:
