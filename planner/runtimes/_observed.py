@@ -193,7 +193,9 @@ class ObservedCalls:
 
     def _start_anew(self, options: Options) -> None:
         """Start the runtime under other options."""
-        options = replace(options, budget=replace(options.budget, at_least_bytes=0), eager=None)
+        same, plan = outputs_of(options) == outputs_of(self._options), self.plan
+        budget = replace(options.budget, at_least_bytes=0)  # what other outputs are a percentage of is another step
+        options = replace(options, budget=budget.after(plan.budget_bytes) if same and plan else budget, eager=None)
         self._options, self._asked = options, None
         self._running = self._start(options, None)
 

@@ -332,7 +332,7 @@ def test_what_does_not_apply_says_why() -> None:
     with pytest.raises(UsageError, match="cannot be cut"):
         flat.strategy("sqrt")
     assert flat.strategy("jax-nothing-saveable")
-    with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
+    with pytest.raises(UsageError, match="chain has no attention in its blocks"):
         recomputed("megatron-selective")
     with pytest.raises(UsageError, match="chain has 4 blocks, and not 5"):
         recomputed("checkpoint-sequential-5")
