@@ -80,7 +80,7 @@ def reports(plan: planner.Plan) -> dict[str, dict[str, Any]]:
         "audit": planner.audit(model(), inputs(), current="every-layer", **grouped(runtime="graph", **limits)).report(),
         "explain": planner.explain(plan).report(),
         "check": planner.check(model(), inputs()).report(),
-        "export": planner.export(plan, to="megatron", study=planner.study(model(), inputs(), runtime="graph")).report(),
+        "export": planner.export(plan, to="fsdp", study=planner.study(model(), inputs(), runtime="modules")).report(),
     }
 
 

@@ -61,6 +61,8 @@ class Export:
     """Why it has that label."""
     lost: tuple[str, ...] = ()
     """What else differs there, one line each."""
+    language: str = "python"
+    """Of the text, for readers of the report."""
     text: str = ""
     """Python code; empty if unsupported."""
     modules: tuple[str, ...] = ()
