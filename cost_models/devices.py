@@ -233,6 +233,18 @@ def library_bytes(architecture: str) -> int:
     return 2 * (2 * 4096 + 8 * 16) * 2**10
 
 
+def multiprocessors(name: str) -> int:
+    """Return how many multiprocessors a device of the table has, else an A100's: some kernels take memory for each.
+
+    Examples
+    --------
+    >>> multiprocessors("h100"), multiprocessors("a card of my own")
+    (132, 108)
+    """
+    figures: dict[str, Any] = dict(zip(_GPU_COLUMNS, _GPU_FIGURES.get(name, _GPU_FIGURES["a100-80"]), strict=True))
+    return int(figures["multiprocessors"])
+
+
 def device_names() -> tuple[str, ...]:
     """Names that :func:`device` knows, the CPU first, then as they came to market."""
     return ("cpu", *_GPU_FIGURES)

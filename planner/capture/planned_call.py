@@ -8,16 +8,18 @@ the call. The attribute is there between calls, and away during them: in a call 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
 
 from planner.capture.model_facts import compiled_parts, has_several_ranks
 from planner.capture.state_restore import put_back, written_back
@@ -154,9 +156,13 @@ def _mark(module: nn.Module) -> None:
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A copy has no call. While the model is captured, code around this may run it: accelerate's does for autocast.
-        if self._compiled_call_impl is not None and torch.is_grad_enabled() and not _here.wholes:
-            _check_is_planned(self)
+        call = self._compiled_call_impl  # a copy has none
+        # While the model is captured, code that others put around this may run it: accelerate's does for autocast.
+        if call is not None and torch.is_grad_enabled():
+            if not hasattr(call, "call"):
+                _check_not_compiled(self)
+            elif not torch.compiler.is_dynamo_compiling() and not _here.wholes:
+                _warn_of_forward(self, sys._getframe(1))
         return type(self).forward(self, *args, **kwargs)
 
     forward.is_mark = True  # type: ignore[attr-defined]
@@ -169,18 +175,22 @@ def _is_marked(module: nn.Module) -> bool:
 
 
 @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
-def _check_is_planned(module: nn.Module) -> None:
-    """Refuse a call that does not come through the planned one because ``compile()`` took its place; warn of others."""
+def _check_not_compiled(module: nn.Module) -> None:
+    """Refuse a call that does not come through the planned one, because ``compile()`` took its place."""
     if planned_call(module) is None:
         raise UsageError(
             f"{type(module).__name__} was wrapped by planner.auto_wrap, and then compiled by its compile(), which runs "
             "no plan: leave compile() out, or unwrap, and call it with backend=planner.backend(budget=...)"
         )
-    if not is_transformed():
+
+
+def _warn_of_forward(module: nn.Module, caller: FrameType) -> None:
+    """Warn of a ``forward`` that is called by itself: a call of the module runs it from torch's own file."""
+    if caller.f_code.co_filename != all_modules.__file__ and not is_transformed():
         warnings.warn(
             f"{type(module).__name__}.forward() is called by itself, which runs neither hooks nor the plan, and keeps "
             "no budget: call the model",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -55,7 +55,7 @@ class _Export(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("plan", metavar="PLAN", help="a saved plan; the model and its sizes must be those it is of")
-        parser.add_argument("--to", metavar="NAME", required=True, help="accelerate, fsdp, huggingface or torchtitan")
+        parser.add_argument("--to", metavar="NAME", required=True, help="accelerate, fsdp or huggingface")
         parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
         add(parser, Target)
         json_option(parser)

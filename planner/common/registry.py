@@ -31,8 +31,7 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
     several. A TypeError says that one has none, or that two have one name.
     """
     found: dict[str, T] = {}
-    own = [importlib.import_module(f"{package}.{file}") for file in files(path)]
-    for module in own:
+    for module in [importlib.import_module(f"{package}.{file}") for file in files(path)]:
         given = getattr(module, attribute, None)
         for one in given if isinstance(given, tuple) and given else (given,):
             if not isinstance(one, kind):

@@ -35,8 +35,6 @@ class Exporter(Protocol):
     """What people type."""
     summary: str
     """One line on what the framework can be told."""
-    to_the_end: bool
-    """Whether the framework runs all of a checkpointed module again, and not only what the backward needs."""
     lost: tuple[str, ...]
     """What always differs there, one line each."""
 
@@ -84,7 +82,6 @@ def carries_exactly(plan: Plan, to: str) -> bool:
         return True
     return (
         plan.runtime == "modules"
-        and not exporter.to_the_end
         and not plan.kept
         and exporter.takes(modules_of(plan))
         # a BatchNorm that runs again would update its statistics twice
@@ -99,7 +96,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     ----------
     plan : Plan
     to : str
-        One of ``"accelerate"``, ``"fsdp"``, ``"huggingface"``, ``"torchtitan"``.
+        One of ``"accelerate"``, ``"fsdp"``, ``"huggingface"``.
     study : Study, optional
         The step that the plan is for, from :func:`planner.study` with ``runtime="modules"``: whatever is not carried
         over exactly is chosen anew within the plan's budget, and simulated.
@@ -151,7 +148,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
             f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
             "study=planner.study(model, inputs, runtime='modules'), on the command line the model and its sizes"
         )
-    step = ExportStep(plan, study, study.regions, to_the_end=exporter.to_the_end)
+    step = ExportStep(plan, study)
     try:
         placement = exporter.place(step)
     except CannotExpressError as error:

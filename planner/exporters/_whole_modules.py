@@ -36,7 +36,6 @@ class WholeModules:
 
     template = ""
     summary = "whole modules run again, where the plan chooses single operations"
-    to_the_end = False
     lost: tuple[str, ...] = ()
 
     def takes(self, modules: tuple[str, ...]) -> bool:
@@ -45,7 +44,7 @@ class WholeModules:
 
     def place(self, step: ExportStep) -> Placement:
         """Choose among all modules."""
-        return step.best_modules(step.modules)
+        return step.best_modules()
 
     def write(self, placement: Placement, plan: Plan) -> str:
         """Fill in the template."""

@@ -520,3 +520,19 @@ def _check_consistent(plan: Plan) -> None:
     for number, row in enumerate(plan.values.rows if plan.values is not None else ()):
         if any(source >= number for source in row.made_from):
             raise PlanFileError(f"values.rows.made_from[{number}] names a row that is not above it")
+    details = plan.details
+    if details is None:
+        return
+    for name, timeline, peak_bytes in (
+        ("before", details.before, plan.baseline_peak_bytes),
+        ("after", details.after, plan.peak_bytes),
+    ):
+        where = f"details.timeline.{name}"
+        if timeline.points and timeline.peak_bytes != peak_bytes:
+            raise PlanFileError(f"{where} peaks at {timeline.peak_bytes}, not at {peak_bytes} as the plan says")
+        times = [0.0, *(point.seconds for point in timeline.points), timeline.step_seconds]
+        if times != sorted(times) or timeline.backward_seconds > timeline.step_seconds:
+            raise PlanFileError(f"{where} is not in the order of time")
+    alive_bytes = sum(row.size_bytes for row in details.alive)
+    if alive_bytes > plan.peak_bytes - plan.total_static_bytes:
+        raise PlanFileError(f"details.alive_at_peak adds up to {alive_bytes}, above what the step makes")

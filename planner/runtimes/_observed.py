@@ -175,20 +175,14 @@ class ObservedCalls:
                 raise
             self._running, self._options, self._is_fixed, self._to_watch = running, options, True, 0
             if asked.optimizer is not options.optimizer:
-                warnings.warn(f"{error}. The plan in force does not count what the optimizer keeps", stacklevel=6)
+                uncounted = "what the optimizer keeps"
             elif asked.training.gradient_accumulation and not options.training.gradient_accumulation:
-                warnings.warn(
-                    f"{error}. The plan in force does not count the gradients of earlier backwards, which "
-                    f"{self._around.name} has when it is called: free them before each step with "
-                    "zero_grad(set_to_none=True), or raise the budget",
-                    stacklevel=6,
-                )
-            elif not _drops(asked):
-                warnings.warn(
-                    f"{error}. The loop keeps the outputs of a call until the next one returns, which the plan in "
-                    "force does not count: delete them before, or raise the budget",
-                    stacklevel=6,
-                )
+                uncounted = "the gradients of earlier backwards: free them before each step with zero_grad()"
+            elif _drops(asked):
+                return self._running(*args, **kwargs)
+            else:
+                uncounted = "the outputs of a call, which the loop keeps until the next one returns: delete them before"
+            warnings.warn(f"{error}. The plan in force does not count {uncounted}, or raise the budget", stacklevel=6)
         return self._running(*args, **kwargs)
 
     def _start_anew(self, options: Options) -> None:

@@ -66,6 +66,34 @@ def check(node: fx.Node) -> None:
     assert abs(allowance_bytes(node, devices.here(HERE)) - measured) <= ROUNDED
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("columns", [1, 3, 30, 96, 128, 768, 1022, 3072, 30522])
+def test_sums_over_leading_dimensions(columns: int, dtype: torch.dtype) -> None:
+    for rows in (7, 64, 200, 256, 512, 1000, 1024, 1568, 6304, 25088):
+        if rows * columns < 2**27:
+            check(call(aten.sum.dim_IntList, tensor(rows, columns, dtype=dtype), [0], True))
+
+
+def test_sums_over_more_dimensions() -> None:
+    check(call(aten.sum.dim_IntList, tensor(8, 512, 768), [0, 1], True))
+    check(call(aten.sum.dim_IntList, tensor(4, 1024, 16, 128, strides=(2097152, 128, 131072, 1)), [0, 1, 2], True))
+    check(call(aten.sum.dim_IntList, tensor(8192, 768), [1], True))
+    check(call(aten.sum.dim_IntList, tensor(32, 64, 56, 56), [0, 2, 3], True))
+
+
+@pytest.mark.parametrize("rows", [32, 6400, 151936])
+@pytest.mark.parametrize("count", [1024, 3072, 3073, 8192])
+def test_gradients_of_embeddings(count: int, rows: int) -> None:
+    for width in (12, 512, 1000):
+        arguments = (tensor(1, count, width), tensor(1, count, dtype=torch.int64), rows, -1, False)
+        node = call(aten.embedding_dense_backward.default, *arguments)
+        if rows * 20 < count:  # newer versions of torch need less
+            (measured,) = workspace.of_calls([node], HERE, workspace.TO_RUN)
+            assert measured <= allowance_bytes(node, devices.here(HERE))
+        else:
+            check(node)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", tiered([32, 64, 96, 128, 256], quick=[64, 128]))
 def test_backward_of_efficient_attention(size: int, dtype: torch.dtype) -> None:

@@ -8,8 +8,6 @@ import dataclasses
 import itertools
 import json
 import re
-import sys
-import types
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,7 +39,7 @@ from planner.zoo.modules import MiniGPT
 from tests.example_graphs import Builder, transformer
 from tests.tiers import tiered
 
-TARGETS = {"accelerate", "fsdp", "huggingface", "torchtitan"}
+TARGETS = {"accelerate", "fsdp", "huggingface"}
 NAMING = ("accelerate", "fsdp")
 
 
@@ -94,8 +92,8 @@ def run(made: Export) -> dict[str, Any]:
 
 def test_all_targets_are_found():
     assert set(exporters.targets()) == TARGETS
-    with pytest.raises(UsageError, match="did you mean 'torchtitan'"):
-        exporters.get("torchtitann")
+    with pytest.raises(UsageError, match="did you mean 'huggingface'"):
+        exporters.get("hugingface")
 
 
 @pytest.mark.parametrize("to", exporters.targets())
@@ -182,22 +180,6 @@ def test_a_batch_norm_is_never_run_again(to: str):
         assert made.label is Label.UNSUPPORTED and "BatchNorm" in made.reason
 
 
-@pytest.mark.parametrize("to", exporters.targets())
-def test_layers_are_counted_only_in_one_row(to: str):
-    graph, costs = transformer(6)
-    operations = tuple(
-        dataclasses.replace(op, module=re.sub(r"transformer\.h\.([345])", r"decoder.h.\1", op.module))
-        for op in graph.operations
-    )
-    study = study_of(dataclasses.replace(graph, operations=operations), costs)
-    plan = dataclasses.replace(PLANS["80%"], fingerprint=dict(study.origin.fingerprint), runtime="regional")
-    made = export(plan, to, study)
-    if to in (*NAMING, "huggingface"):
-        assert made.label is Label.APPROXIMATE and any("runtime 'regional'" in line for line in made.lost)
-    else:
-        assert made.label is Label.UNSUPPORTED and "2: transformer.h.*, decoder.h.*" in made.reason
-
-
 # What is chosen.
 
 
@@ -243,24 +225,6 @@ def test_no_other_set_of_layers_costs_less(percent: int):
 
 
 # What the frameworks accept, by the rules of their present releases.
-
-
-def test_torchtitan(monkeypatch: pytest.MonkeyPatch):
-    class FullAC:
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config:
-            preserve_rng_state: bool = True
-
-        def _wrap_block(self, module: Any, *, base_fqn: str | None = None) -> Any:
-            return ("wrapped", module)
-
-    made, library = export(PLANS["80%"], "torchtitan"), types.SimpleNamespace(FullAC=FullAC)
-    for name in ("torchtitan", "torchtitan.distributed", "torchtitan.distributed.activation_checkpoint"):
-        monkeypatch.setitem(sys.modules, name, library)  # it is not installed here
-    names = run(made)
-    wrapped = [i for i in range(6) if names["PlannedAC"]()._wrap_block(i, base_fqn=f"layers.{i}") == ("wrapped", i)]
-    assert [f"transformer.h.{i}" for i in wrapped] == list(made.modules) and 0 < len(wrapped) < 6
-    assert isinstance(names["ACTIVATION_CHECKPOINT"], FullAC.Config)
 
 
 # What runs: the libraries that are here, on real models.
@@ -390,7 +354,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
 
 def test_the_options_of_the_trainer_choose_the_same_layers(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
-    step_of = exporters.ExportStep(PLANS["60%"], EAGER, EAGER.regions or ())
+    step_of = exporters.ExportStep(PLANS["60%"], EAGER)
     from planner.exporters.huggingface import _as_trainer_options
 
     options = _as_trainer_options(step_of, tuple(f"transformer.h.{i}" for i in (0, 2, 4)))
@@ -419,8 +383,6 @@ def test_a_plan_of_modules_is_carried_over_exactly_with_its_peak(tmp_path: Path,
     checkpointed = run(made)["checkpoint_modules"](copy.deepcopy(model))
     assert_same_bits(model, checkpointed, inputs)
     assert_peak(made, checkpointed, inputs)
-    with pytest.raises(UsageError, match=r"planner\.study"):
-        planner.export(plan, to="torchtitan")
     assert selective.kept and not plan.kept
     made = planner.export(selective, to="fsdp", study=recorded)
     assert made.label is Label.APPROXIMATE and any("plan keeps results" in line for line in made.lost)
@@ -454,7 +416,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert Path("a.py").read_text(encoding="utf-8") == output.out
     report = json.loads(Path("a.json").read_text(encoding="utf-8"))
     assert report["label"] in ("exact", "approximate") and report["predicted"]["peak_bytes"] <= report["budget_bytes"]
-    assert cli.main(["export", "toy.plan", "--to", "torchtitan"]) == 0, "the plan names its model"
+    assert cli.main(["export", "toy.plan", "--to", "huggingface"]) == 0, "the plan names its model"
     capsys.readouterr()
     for arguments, words in (
         (["toy.py:make", "toy.plan", "--to", "nothing"], "there is no exporter"),
@@ -473,7 +435,7 @@ def test_the_command_refuses_what_cannot_be_expressed(
     monkeypatch.setattr("planner.commands._asked.working", lambda args: nullcontext((None, None)))
     monkeypatch.setattr("planner.commands._asked.ask_or_build", lambda *_, **__: EAGER)
     monkeypatch.setattr("planner.commands._asked.check_model", lambda args: None)
-    code = cli.main(["export", str(tmp_path / "a.plan"), "--to", "torchtitan", "--json", str(tmp_path / "a.json")])
+    code = cli.main(["export", str(tmp_path / "a.plan"), "--to", "huggingface", "--json", str(tmp_path / "a.json")])
     output = capsys.readouterr()
-    assert code == 2 and output.out == "" and "torchtitan: unsupported" in output.err and "auto_wrap" in output.err
+    assert code == 2 and output.out == "" and "huggingface: unsupported" in output.err and "auto_wrap" in output.err
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["label"] == "unsupported"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
+from planner.errors import PlanFileError
 from planner.ir.host import Host
 from planner.plans.plan import AliveTensors, Plan
 from planner.plans.step_details import MOST_POINTS
@@ -78,9 +80,23 @@ def test_one_more_gib_never_costs_more() -> None:
     assert 0 <= both.details.one_more_gib.overhead < both.overhead
 
 
-def test_details_are_kept_in_the_file(plan: Plan) -> None:
+def test_details_are_kept_in_the_file_and_held_to_the_plan(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan and read.details == plan.details
+    for change, message in (
+        (lambda details: details["timeline"]["after"]["points"].clear() or
+         details["timeline"]["after"]["points"].append(plan_point()), "peaks at 1"),
+        (lambda details: details["timeline"]["before"]["points"].reverse(), "order of time"),
+        (lambda details: details["alive_at_peak"][0].update(size_bytes=2**60), "adds up"),
+    ):  # fmt: skip
+        data = json.loads(plan.to_json())
+        change(data["details"])
+        with pytest.raises(PlanFileError, match=message):
+            Plan.from_json(json.dumps(data))
+
+
+def plan_point() -> dict[str, object]:
+    return {"seconds": 0.0, "size_bytes": 1, "operation": "", "module": "", "phase": ""}
 
 
 def test_the_same_plan_comes_out_every_time() -> None:
