@@ -8,12 +8,12 @@ the call. The attribute is there between calls, and away during them: in a call 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -162,7 +162,7 @@ def _mark(module: nn.Module) -> None:
             if not hasattr(call, "call"):
                 _check_not_compiled(self)
             elif not torch.compiler.is_dynamo_compiling() and not _here.wholes:
-                _warn_of_forward(self, sys._getframe(1))
+                _warn_of_forward(self)
         return type(self).forward(self, *args, **kwargs)
 
     forward.is_mark = True  # type: ignore[attr-defined]
@@ -184,9 +184,9 @@ def _check_not_compiled(module: nn.Module) -> None:
         )
 
 
-def _warn_of_forward(module: nn.Module, caller: FrameType) -> None:
+def _warn_of_forward(module: nn.Module) -> None:
     """Warn of a ``forward`` that is called by itself: a call of the module runs it from torch's own file."""
-    if caller.f_code.co_filename != all_modules.__file__ and not is_transformed():
+    if traceback.extract_stack(limit=3)[0].filename != all_modules.__file__ and not is_transformed():
         warnings.warn(
             f"{type(module).__name__}.forward() is called by itself, which runs neither hooks nor the plan, and keeps "
             "no budget: call the model",
