@@ -83,9 +83,7 @@ def test_gradients_that_have_no_room_are_said_once(is_given: bool) -> None:
     plan = planner.plan(Stack(), rows(), **asked | {"budget": least})
     model = planner.auto_wrap(Stack(), **asked | {"budget": plan if is_given else least})
     model(rows()).backward()
-    words = (
-        r"while it holds .* of gradients.*gradient_accumulation=True" if is_given else r"does not count the gradients"
-    )
+    words = "while it holds.*gradient_accumulation=True" if is_given else "does not count the gradients"
     with pytest.warns(UserWarning, match=words):
         model(rows()).backward()
     with warnings.catch_warnings(action="error"):
