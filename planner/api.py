@@ -264,6 +264,7 @@ def auto_wrap(
     around = Observable(
         name=type(model).__name__,
         tensors=lambda: state_of(model).values(),
+        device=lambda: of_model(model),
         spec=lambda: device_spec(of_model(model), options.target.device),
         is_alone=not (has_several_ranks() or is_sharded(model)),
     )
@@ -475,8 +476,8 @@ def plan_of(model: nn.Module) -> Plan:
 def status(model: nn.Module) -> Status:
     """Say how the last training steps compare with what the plan in force promises.
 
-    The first time starts to measure: steps are timed from then on, and the next one is recorded. Each later time says
-    what was seen, and has one more step recorded, which takes longer. On CUDA that resets the allocator's peak counter.
+    The first time starts to measure: steps are timed from then on, and the next one is measured. Each later time says
+    what was seen, and has one more step measured, which takes longer.
 
     Parameters
     ----------

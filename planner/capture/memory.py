@@ -7,17 +7,19 @@ import gc
 import math
 import os
 import sys
+import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler import profile
 
-from planner.capture.torch_internals import profiler_is_running
+from planner.capture.torch_internals import history_is_on, profiler_is_running, start_history, stop_history
 from planner.common.units import round_up
 from planner.errors import UsageError
 
@@ -84,18 +86,26 @@ class Recording:
         return (end_ns - begin_ns) / 1e9
 
 
+def is_profiled() -> bool:
+    """Whether a profiler of the user's is on; a log of a step stops for who asks."""
+    if AllocationLog.current is not None:
+        AllocationLog.current.stop()
+    return profiler_is_running()
+
+
 @contextmanager
 def record() -> Iterator[Recording]:
     """Record allocations on the CPU; the recording is filled when the block ends.
 
     A UsageError says that a torch profiler is on: there cannot be a second one.
     """
-    if profiler_is_running():
+    if is_profiled():
         raise UsageError("memory is measured by torch's profiler, and one is on already: measure outside it")
-    recording = Recording()
+    recording, before = Recording(), torch.empty(1)
     profiler = profile(use_kineto=True, profile_memory=True)
     with _quiet():
         profiler.__enter__()
+        del before  # torch complains of each thousandth that it did not see come, from the first one on
     try:
         yield recording
     finally:
@@ -106,6 +116,62 @@ def record() -> Iterator[Recording]:
     events: list[Any] = profiler.kineto_results.events()
     recording.changes += sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     recording.windows.update({e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() != "[memory]"})
+
+
+class AllocationLog:
+    """What a device allocates and frees from now on, in parts that marks divide; it may begin and end anywhere.
+
+    On a CPU torch's profiler tells, on CUDA the allocator's history: its peak counter belongs to the user.
+    """
+
+    current: ClassVar[AllocationLog | None] = None
+    """The one that is open."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._marks_ns, self._stack = device, list[int](), ExitStack()
+        self._recording: Recording | None = None
+        self.found_bytes: int | None = None
+        """What is allocated at its start; a CPU does not say."""
+        if device.type == "cuda":
+            start_history()
+            self.found_bytes = torch.cuda.memory_allocated(device)
+        else:
+            self._recording = self._stack.enter_context(record())
+        AllocationLog.current = self
+
+    @staticmethod
+    def can_start(device: torch.device) -> bool:
+        """Whether nobody else watches what is allocated; other threads never do."""
+        is_free = not history_is_on() if device.type == "cuda" else not profiler_is_running()
+        return is_free and threading.current_thread() is threading.main_thread()
+
+    def mark(self) -> None:
+        """End a part, and begin another; what a backward does may mark."""
+        if AllocationLog.current is not self:
+            return
+        if self._recording is None:
+            self._marks_ns.append(time.time_ns())
+            return
+        with torch.profiler.record_function(f"{_MARK} {len(self._marks_ns)}"):
+            self._marks_ns.append(0)
+
+    def stop(self) -> list[list[int]] | None:
+        """Stop, outside of any backward, and return the signed bytes of each part; None if others measured since."""
+        if AllocationLog.current is not self:
+            return None
+        AllocationLog.current = None
+        self._stack.close()
+        marks_ns, changes = self._marks_ns, stop_history(self._device) if self._recording is None else []
+        if self._recording is not None:
+            windows, changes = self._recording.windows, self._recording.changes
+            if any(f"{_MARK} {index}" not in windows for index in range(len(marks_ns))):
+                return None
+            marks_ns = [windows[f"{_MARK} {index}"][0] for index in range(len(marks_ns))]
+        cuts = [0, *(bisect_left(changes, (mark,)) for mark in marks_ns), len(changes)]
+        return [[change for _, change in changes[begin:end]] for begin, end in pairwise(cuts)]
+
+
+_MARK = "planner: part"
 
 
 @contextmanager

@@ -458,6 +458,25 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+def history_is_on() -> bool:
+    """Whether CUDA's allocator keeps a history, as for a user's memory snapshot."""
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def start_history() -> None:
+    """Have CUDA's allocator keep a history, without stacks."""
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 20, clear_history=True)
+
+
+def stop_history(device: torch.device) -> list[tuple[int, int]]:
+    """Stop the history and return time in nanoseconds and bytes of what was allocated (positive) and freed."""
+    snapshot = torch.cuda.memory._snapshot(device)
+    torch.cuda.memory._record_memory_history(enabled=None)
+    signs = {"alloc": 1, "free_completed": -1}
+    traces = snapshot["device_traces"][device.index or 0]
+    return [(e["time_us"] * 1000, signs[e["action"]] * e["size"]) for e in traces if e["action"] in signs]
+
+
 def is_watched() -> bool:
     """Whether a user's dispatch mode is on, such as ``FlopCounterMode``: Dynamo then compiles nothing."""
     asked = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", None)  # since Dynamo looks at the stack

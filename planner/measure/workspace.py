@@ -22,8 +22,8 @@ from planner.capture import operands
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
-from planner.capture.memory import record
-from planner.capture.torch_internals import profiler_is_running, storage_id
+from planner.capture.memory import is_profiled, record
+from planner.capture.torch_internals import storage_id
 from planner.capture.trees import tensors_in
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost
@@ -136,7 +136,7 @@ def _seen(
 
 
 def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
-    if profiler_is_running():
+    if is_profiled():
         warnings.warn(
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
         )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -29,62 +27,6 @@ from planner.runtimes import PlannedModel, Prepare
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import DEPENDS_ON_DATA
 from planner.session.step import Options
-
-
-class _Open:
-    """A call that awaits its backward; hooks on its autograd graph keep this alive as long as the graph is."""
-
-    def __init__(self, calls: OpenCalls) -> None:
-        self.of = weakref.ref(calls)
-        self.has_begun = False
-
-    def begin(self, _gradients: Any) -> None:
-        self.has_begun = True
-
-
-_all: weakref.WeakSet[_Open] = weakref.WeakSet()
-"""Of all wrapped models."""
-_one_at_a_time = threading.Lock()
-
-
-class OpenCalls:
-    """Warns where calls of wrapped models overlap: each plan assumes that it runs alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.name = type(model).__name__
-        self._is_said = self._is_said_of_others = False
-
-    def check(self) -> None:
-        """Warn once if an earlier call still awaits its backward, and once if a call of another wrapped model does."""
-        with _one_at_a_time:
-            waiting = [call.of() for call in _all if not call.has_begun]
-        if self in waiting and not self._is_said:
-            self._is_said = True
-            warnings.warn(
-                f"{self.name} is called again before the backward of its last call. What each of them saves is held "
-                "together, and the budget is that of one: call it once with all inputs, run each backward before the "
-                "next call, or leave room in the budget",
-                stacklevel=7,
-            )
-        others = [calls.name for calls in waiting if calls is not None and calls is not self]
-        if others and not self._is_said_of_others:
-            self._is_said_of_others = True
-            warnings.warn(
-                f"{self.name} is called before the backward of {others[0]}, which is planned too. What both save is "
-                "held together, and each budget is that of one: give each Budget(activations=...), which add up to "
-                "what there is, or wrap a module that contains both",
-                stacklevel=7,
-            )
-
-    def begun(self, outputs: Any) -> None:
-        """Watch for the backward of a call that gave these outputs."""
-        call = _Open(self)
-        for output in differentiable_in(outputs):
-            if output.grad_fn is not None:
-                output.grad_fn.register_prehook(call.begin)
-        with _one_at_a_time:
-            _all.add(call)
-
 
 MAY_BE_ABOVE = "gradients are right, and the peak may be above the predicted one"
 
@@ -128,7 +70,6 @@ class PlannedCalls(ABC):
         self.is_confirmed = False
         """Whether a step matched the plan that was given."""
         self._must_match = plan is not None and not replan
-        self._open = OpenCalls(model)
         settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
 
     @property
@@ -140,12 +81,8 @@ class PlannedCalls(ABC):
         """Run the model, planned if gradients are on."""
         if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
-        if not self.options.is_stage:
-            self._open.check()
         with entered(of_model(self.model, args, kwargs)):
-            result = self.run(args, kwargs)
-        self._open.begun(result)
-        return result
+            return self.run(args, kwargs)
 
     @abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

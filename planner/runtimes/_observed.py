@@ -1,7 +1,8 @@
-"""Observe the loop around a wrapped model, and plan again for its outputs, its optimizer and the gradients it keeps.
+"""Observe the loop around a wrapped model, and plan again for what it holds beside the model's own step.
 
 Nothing of that is known when the model is wrapped. So the first plan counts every output to the end of the backward,
-the optimizer that exists, and no gradients of earlier backwards; later plans are for what the steps showed.
+the optimizer that exists, no gradients of earlier backwards, no loss outside and no other call; later plans are for
+what the steps showed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cost_models.devices import DeviceSpec
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of
-from planner.capture.trees import leaf_tensors
+from planner.capture.trees import leaf_tensors, leaves_of
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
-from planner.common.units import format_bytes
+from planner.common.units import format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
-from planner.ir.static_memory import FINDS
+from planner.ir.static_memory import FINDS, LossMemory
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel
+from planner.runtimes._whole_step import WholeStep, awaiting, close_step, step_with
 from planner.session.step import Options, outputs_of
 
 _log = logging.getLogger(__name__)
@@ -51,8 +53,9 @@ class Observable:
 
     name: str
     tensors: Callable[[], Iterable[torch.Tensor]]
-    spec: Callable[[], DeviceSpec]
+    device: Callable[[], torch.device]
     """Gives the device where the model is now: it may have moved since it was wrapped."""
+    spec: Callable[[], DeviceSpec]
     is_alone: bool
     """Ranks would have to observe the same, so with several nothing is."""
 
@@ -96,7 +99,7 @@ class ObservedCalls:
     """
 
     def __init__(self, around: Observable, options: Options, start: Start, plan: Plan | None, may_drop: bool) -> None:
-        self._around, self._options, self._start, self._may_drop = around, options, start, may_drop
+        self.around, self._options, self._start, self._may_drop = around, options, start, may_drop
         self._is_fixed = options.reused_plan is not None or not around.is_alone
         self._running = start(options, plan)
         self._asked: Options | None = None
@@ -113,6 +116,23 @@ class ObservedCalls:
         self._has_gradients_counted = options.training.gradient_accumulation or options.budget.size is None
         self._trained: tuple[Plan | None, list[weakref.ref[nn.Parameter]]] = None, []
         """Parameters under the last plan: collecting them takes as long as a dozen small operations."""
+        self._known_calls: list[Any] = []
+        """What calls were like that need no new capture."""
+        self._known_plans: list[Plan | None] = []
+        self._to_measure = 0 if self._is_fixed or options.budget.size is None else _MEASURED
+        self._as_planned = 0
+        """How many steps in a row held what was planned for."""
+        self._has_own_loss = options.loss is not None
+        self._reserve_bytes = self._reserved_bytes()
+        self._measured: list[tuple[int, int]] = []
+        """Of steps, what a call allocated by its plan, and what all of the step allocated."""
+        self._is_said = self._has_grown = False
+        self.was_logged = False
+        """Whether the last step was measured."""
+        self.is_asked = False
+        """Whether somebody asks for the peak of the next step."""
+        self.step_bytes: int | None = None
+        """The most that a whole step held under the plan in force."""
         _observed.add(self)
 
     @property
@@ -122,12 +142,19 @@ class ObservedCalls:
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
+        close_step()
         _observed.discard(self)
         self._running.stop()
+
+    @property
+    def wants_measure(self) -> bool:
+        """Whether the next step is to be measured."""
+        return self.is_asked or self._to_measure > 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled() or is_transformed():
+            close_step()
             return self._running(*args, **kwargs)
         if self._is_first:
             self._is_first = False
@@ -136,16 +163,31 @@ class ObservedCalls:
             self._conclude(self.seen[0], are_held=self.seen[1])
         if not self._has_gradients_counted and self.plan is not None:
             self._look_for_gradients(self.plan)
+        step = step_with(self, may_be_logged=self.wants_measure and self._is_known(args, kwargs))
+        if step.is_logged:
+            self._tell_found(step)
+        elif self._is_fixed or self._options.budget.size is None:
+            self._warn_of_others(awaiting())
+        plan = self.plan
         if self._asked is not None:
-            return self._watched(self._planned_anew(self._asked, args, kwargs))
-        if self.plan is None:
-            return self._watched(self._first_planned(args, kwargs))
-        return self._watched(self._running(*args, **kwargs)) if self._to_watch else self._running(*args, **kwargs)
+            return self._watched(step, plan, self._planned_anew(self._asked, args, kwargs))
+        if plan is None:
+            return self._watched(step, plan, self._first_planned(args, kwargs))
+        return self._watched(step, plan, self._running(*args, **kwargs))
+
+    def _is_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is like an earlier one, so that nothing is captured."""
+        leaves = leaves_of((args, kwargs))
+        like = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+        is_known = like in self._known_calls and self._asked is None
+        if like not in self._known_calls:
+            self._known_calls.append(like)
+        return is_known
 
     def _look_for_optimizer(self) -> None:
         """Count an optimizer that was made after the model was wrapped, and before the first step."""
         if not self._is_fixed and self._options.optimizer is None:
-            found = before_observing(self._options, self._around)
+            found = before_observing(self._options, self.around)
             self._asked = found if found.optimizer is not None else None
 
     def _first_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,16 +215,27 @@ class ObservedCalls:
             if _drops(options) and not _drops(asked):
                 error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
                 raise
-            self._running, self._options, self._is_fixed, self._to_watch = running, options, True, 0
-            if asked.optimizer is not options.optimizer:
+            least_bytes, reserve = error.minimum_feasible_peak_bytes, asked.training.reserve
+            if isinstance(reserve, int) and running.plan is not None:
+                # A plan that saves less lets other calls save less too, often by more than in proportion.
+                reserve -= least_bytes - running.plan.budget_bytes
+                if reserve > (running.plan.static_bytes.get("reserve", 0)):
+                    lowest = replace(asked, training=replace(asked.training, reserve=reserve))
+                    self._running, self._options = running, options
+                    return self._planned_anew(lowest, args, kwargs)
+            self._running, self._options, self._is_fixed = running, options, True
+            self._to_watch = self._to_measure = 0
+            if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
+                uncounted = "what the step holds beside this call (a loss outside the model, other calls, other models)"
+            elif asked.optimizer is not options.optimizer:
                 uncounted = "what the optimizer keeps"
             elif asked.training.gradient_accumulation and not options.training.gradient_accumulation:
-                uncounted = "the gradients of earlier backwards: free them before each step with zero_grad()"
+                uncounted = "the gradients of earlier backwards, which zero_grad() before each step would free"
             elif _drops(asked):
                 return self._running(*args, **kwargs)
             else:
-                uncounted = "the outputs of a call, which the loop keeps until the next one returns: delete them before"
-            warnings.warn(f"{error}. The plan in force does not count {uncounted}, or raise the budget", stacklevel=6)
+                uncounted = "the outputs of a call, which the loop keeps until the next one returns"
+            warnings.warn(f"{error}. The plan in force goes on, and does not count {uncounted}", stacklevel=6)
         return self._running(*args, **kwargs)
 
     def _start_anew(self, options: Options) -> None:
@@ -195,15 +248,29 @@ class ObservedCalls:
 
     # Outputs.
 
-    def _watched(self, result: Any) -> Any:
+    def _watched(self, step: WholeStep, plan: Plan | None, result: Any) -> Any:
         """Return what a call did, and look at the end of the backward which outputs the loop still holds.
 
         The caller has no name for the result: an error that was caught keeps the frames below it, and all their names.
         """
-        tensors, own = leaf_tensors(result), {id(storage_of(tensor)) for tensor in self._around.tensors()}
+        if self.plan is not plan and not any(self.plan is known for known in self._known_plans):
+            is_largest = self.plan is not None and self.plan.peak_bytes > max(
+                (known.peak_bytes for known in self._known_plans if known is not None), default=0
+            )
+            if is_largest and self._known_plans and not self._is_fixed and self._options.budget.size is not None:
+                self._to_measure, self._as_planned = max(self._to_measure, 2), 0
+            self._known_plans.append(self.plan)
+            step.close(is_spoiled=True)
+        if not self._to_watch and not step.is_logged:
+            self.was_logged = False
+            step.returned(self, result, [])
+            return result
+        tensors, own = leaf_tensors(result), {id(storage_of(tensor)) for tensor in self.around.tensors()}
         storages = {id(s): s for t in tensors if t.dim() and t.layout is torch.strided for s in [storage_of(t)]}
         references = [weakref.ref(storage) for key, storage in storages.items() if key not in own]
-        size_bytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+        sizes = [storage.nbytes() for key, storage in storages.items() if key not in own]
+        step.returned(self, result, [*zip(references, sizes, strict=True)])
+        size_bytes = sum(sizes)
         starts = [tensor for tensor in tensors if tensor.requires_grad]
         reference = weakref.ref(self)
 
@@ -212,22 +279,23 @@ class ObservedCalls:
             if observer is not None:
                 observer.seen = size_bytes, _are_there(references)
 
-        if references and starts:
-            self._last = references
+        self._last, self.was_logged = references, step.is_logged
+        if references and starts and self._to_watch:
             at_end_of_backward(starts, ended)
         return result
 
     def _conclude(self, size_bytes: int, *, are_held: bool) -> None:
         """Ask for another plan if the loop does otherwise with outputs than the one in force assumes."""
-        self.seen, self._to_watch, plan = None, self._to_watch - 1, self.plan
+        is_first, plan = self._to_watch == _STEPS, self.plan
+        self.seen, self._to_watch = None, self._to_watch - 1
         now, assumed = KEPT if _are_there(self._last) else HELD if are_held else DROPPED, outputs_of(self._options)
         if now == assumed or plan is None:
             return
         is_more = _ORDER.index(now) > _ORDER.index(assumed)
         exceeds = is_more and plan.peak_bytes + size_bytes > plan.budget_bytes
         gains = not is_more and plan.recomputations and size_bytes >= _WORTH * plan.budget_bytes
-        if not exceeds and (self._has_changed or not gains):
-            return  # another plan takes seconds, and this one keeps the budget
+        if not exceeds and (self._has_changed or not gains or (is_first and self._to_measure)):
+            return  # another plan takes seconds, and this one keeps the budget: the next step may show more
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
             self._asked, self._has_changed = with_outputs(self._asked or self._options, now), True
@@ -244,7 +312,7 @@ class ObservedCalls:
         """Count gradients that are there when a step begins, if the plan in force has no room for them."""
         if plan is not self._trained[0]:
             # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
-            self._trained = plan, [weakref.ref(p) for p in self._around.parameters() if p.is_leaf]
+            self._trained = plan, [weakref.ref(p) for p in self.around.parameters() if p.is_leaf]
         gradients = [p.grad for reference in self._trained[1] if (p := reference()) is not None]
         held_bytes = sum(gradient.nbytes for gradient in gradients if type(gradient) is torch.Tensor)
         if not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
@@ -257,10 +325,87 @@ class ObservedCalls:
             self._asked = replace(options, training=replace(options.training, gradient_accumulation=True))
             return
         warnings.warn(
-            f"{self._around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
+            f"{self.around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
             f"backwards. Its plan has {format_bytes(plan.budget_bytes - plan.peak_bytes)} of the budget left for them: "
             "pass training=Training(gradient_accumulation=True) to auto_wrap, or free them before each step with "
             "zero_grad(set_to_none=True)",
+            stacklevel=6,
+        )
+
+    # Whole steps.
+
+    def _reserved_bytes(self) -> int:
+        """Return what the user keeps free of the budget."""
+        reserve = self._options.training.reserve
+        return parse_size(reserve, whole_bytes=self.around.spec().memory_bytes) if reserve else 0
+
+    def _tell_found(self, step: WholeStep) -> None:
+        """Say what a call finds on the device: of a later one of the same step, inputs of its own."""
+        static = self.plan.static_bytes if self.plan is not None else {}
+        if any(call() is self for call in step.calls):
+            step.find(static.get("inputs", 0), [])
+            return
+        resident_bytes = sum(size for kind, size in static.items() if kind not in ("gradients", "reserve"))
+        gradients = [] if "communication buffers" in static else [p.grad for p in self.around.parameters()]
+        storages = [storage_of(g) for g in gradients if g is not None and g.layout is torch.strided]
+        storages += [storage for each in self._last if (storage := each()) is not None]
+        found = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
+        # torch's profiler sees what it saw come go, also later.
+        step.find(resident_bytes + sum(size for _, size in found), [] if self.was_logged else found)
+
+    def see_step(self, held_bytes: int, loss: LossMemory | None, *, calls: int) -> None:
+        """Plan for what a whole step held beside the model's own, where the plan in force has no room for it."""
+        held_bytes += self._reserve_bytes
+        plan, options = self.plan, self._asked or self._options
+        self.is_asked, self.step_bytes = False, held_bytes
+        if plan is None or not self._to_measure:
+            return
+        self._to_measure, asked = self._to_measure - 1, self._asked
+        known, is_off = self._options.loss or LossMemory(), abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes
+        is_over = held_bytes > plan.budget_bytes + _SCALARS
+        if loss is not None and not self._has_own_loss and (is_over or is_off):
+            working_bytes = max(known.working_bytes, loss.working_bytes)
+            left_bytes = max(known.held_bytes, loss.held_bytes)
+            more_bytes = working_bytes + left_bytes - known.working_bytes - known.held_bytes
+            if more_bytes > _SCALARS:
+                found = LossMemory(working_bytes=working_bytes, held_bytes=left_bytes, is_known=True)
+                self._asked = options = replace(options, loss=found)
+                held_bytes -= more_bytes  # what is beyond the loss is counted below
+                is_over = held_bytes > plan.budget_bytes + _SCALARS
+        reserved_bytes = plan.static_bytes.get("reserve", 0) - self._reserve_bytes
+        has_room = reserved_bytes > 0 and plan.recomputations and held_bytes < _FULL * plan.budget_bytes
+        if is_over or (has_room and not self._has_grown):
+            self._has_grown |= not is_over
+            static_bytes = plan.total_static_bytes - reserved_bytes
+            available_bytes, own_bytes = plan.budget_bytes - static_bytes, plan.peak_bytes - plan.total_static_bytes
+            beside_bytes = held_bytes - static_bytes
+            wanted_bytes = (_AIM if self._measured or calls == 1 else _FIRST_AIM) * available_bytes
+            # What other calls save grows with what this one does, all else does not.
+            slope = beside_bytes / max(own_bytes, 1) if calls > 1 else 1.0
+            for own, beside in self._measured:
+                if own != own_bytes:
+                    slope = min(max((beside - beside_bytes) / (own - own_bytes), 1.0), calls + 1.0)
+            self._measured.append((own_bytes, beside_bytes))
+            own_bytes += int((wanted_bytes - beside_bytes) / slope)
+            reserve_bytes = self._reserve_bytes + max(0, available_bytes - own_bytes)
+            self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
+        if self._asked is not asked:
+            _log.info("a step of %s calls held %s: it is planned again", calls, format_bytes(self.step_bytes))
+            self._as_planned = 0
+        else:
+            self._as_planned += 1
+            self._to_measure *= self._as_planned < _ENOUGH
+
+    def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
+        """Warn once of a call before the backward of another, where its plan is not made for both."""
+        if not waiting or self._is_said:
+            return
+        self._is_said, name = True, self.around.name
+        others = [calls.around.name for calls in waiting if calls is not self]
+        warnings.warn(
+            f"{name} is called before the backward of {others[0] if others else 'its last call'}. What both save is "
+            "held together, and a budget of activations, a plan that was given and a plan of several ranks are for "
+            "one call: call it once with all inputs, run each backward before the next call, or leave some room",
             stacklevel=6,
         )
 
@@ -271,7 +416,7 @@ class ObservedCalls:
         plan, options = self.plan, self._options
         if plan is None or options.budget.size is None or optimizer in self._optimizers:
             return
-        alignment_bytes, parameters = self._around.spec().alignment_bytes, self._around.parameters()
+        alignment_bytes, parameters = self.around.spec().alignment_bytes, self.around.parameters()
         if not kept_for(optimizer, parameters, alignment_bytes):
             return  # of another model, or of stand-ins of its parameters
         self._optimizers.add(optimizer)
@@ -279,13 +424,20 @@ class ObservedCalls:
         beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
         exceeds = beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes
         if not self._is_fixed and (exceeds or beyond_bytes > _LEAST * plan.budget_bytes):
-            self._asked = replace(self._asked or options, optimizer=self._around.optimizer())
+            self._asked = replace(self._asked or options, optimizer=self.around.optimizer())
         elif exceeds:
-            _warn_of(optimizer, beyond_bytes, self._around.name, plan)
+            _warn_of(optimizer, beyond_bytes, self.around.name, plan)
 
 
-_WORTH, _LEAST = 0.01, 0.002
-"""Shares of the budget for which the step is planned again: of outputs that are dropped, and of optimizer state."""
+_WORTH, _LEAST, _OFF, _FULL, _AIM, _FIRST_AIM = 0.01, 0.002, 0.005, 0.98, 0.99, 0.95
+"""Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, of a loss
+that the plan does not count, of a step that leaves the rest free, and what a step of other calls is to take then."""
+
+_SCALARS = 4096
+"""Bytes of a loss that is scaled, of metrics and the like, for which nothing is planned again."""
+
+_MEASURED, _ENOUGH = 8, 3
+"""How many whole steps are measured at most, and how many in a row if nothing is planned again for them."""
 
 _observed: weakref.WeakSet[ObservedCalls] = weakref.WeakSet()
 

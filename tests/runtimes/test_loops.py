@@ -304,7 +304,7 @@ def test_models_may_train_in_threads_of_their_own() -> None:
     assert all(planner.plan_of(model) for model in models)
 
 
-@pytest.mark.filterwarnings("error:.*does not run as planned", "ignore:.*is called again before the backward")
+@pytest.mark.filterwarnings("error:.*does not run as planned")
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_threads_that_share_a_model_take_turns(runtime: str) -> None:
     """What one of them captures or replaces must not be seen by the others."""

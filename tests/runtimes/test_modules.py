@@ -299,7 +299,6 @@ class Growing(nn.Module):
         return x + self.second(torch.sigmoid(hidden) * self.seen[-1])
 
 
-@pytest.mark.filterwarnings("ignore:.*is called again before the backward")
 def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Growing() for _ in range(4)))

@@ -183,10 +183,10 @@ def _backward(recorder: Recorder, losses: list[torch.Tensor], loss: LossMemory |
         def tangents() -> list[torch.Tensor]:
             made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in like]
             recorder.trace.tangents = recorder.now
+            losses.clear()  # the loss reads them, and nobody else may hold them
             return made
 
         value = recorder.stand_in(OutsideLoss.apply(tangents, *losses))  # type: ignore[no-untyped-call]
-        losses.clear()  # nobody else may hold them
         torch.autograd.backward([value], [recorder.stand_in(torch.ones_like(value))])
     else:
         run_backward(losses)
