@@ -20,7 +20,7 @@ import torch
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_internals import with_its_number
 from planner.capture.joint import draws
-from planner.capture.memory import measure_peak
+from planner.capture.memory import is_profiled, measure_peak
 from planner.capture.operands import is_opaque
 from planner.capture.provenance import is_library, short_path
 from planner.capture.storages import Run, StepRecorder, Storage
@@ -28,7 +28,6 @@ from planner.capture.torch_internals import (
     CHECKPOINT,
     FakeTensor,
     numbers_among,
-    profiler_is_running,
     taken_apart,
 )
 from planner.capture.trees import sparse_in, tensors_in
@@ -148,7 +147,7 @@ class Recorder(StepRecorder[Run]):
         """Run and record a call, with its workspace if only running it shows that."""
         given = tensors_in((args, kwargs))
         shows = is_opaque(function) or sparse_in((args, kwargs))
-        if not shows or isinstance(given[0], FakeTensor) or profiler_is_running():
+        if not shows or isinstance(given[0], FakeTensor) or is_profiled():
             return super().watch(function, args, kwargs)
         peak_bytes, result = measure_peak(lambda: function(*args, **kwargs), given[0].device)
         run = self.note(function, args, kwargs, result)
