@@ -39,7 +39,7 @@ from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
 from planner.findings.finding import collapsed
 from planner.ir.policy import Policy
-from planner.ir.static_memory import SHARDS
+from planner.ir.static_memory import SHARDS, LossMemory
 from planner.measure import loss
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, Verification
@@ -328,7 +328,7 @@ def _as_trained(model: nn.Module, options: Options) -> Options:
 def _as_planned(options: Options, plan: Plan) -> Options:
     """Return the options for a plan that was made before: its budget, unless there is another, and its offload."""
     check_can_run(plan)
-    options = replace(options, reused_plan=plan)
+    options = replace(options, reused_plan=plan, loss=LossMemory.of(plan.fingerprint))
     if not options.budget.is_given:
         options = replace(options, budget=Budget(plan.budget_bytes))
     if plan.offloading is None:
@@ -384,7 +384,7 @@ def verify(
         )
     example = Inputs.of(inputs)
     with entered(of_model(model, example.args, example.kwargs)):
-        needed = loss.memory_of(model, example, loss_fn) if loss_fn is not None else None
+        needed = loss.memory_of(model, example, loss_fn) if loss_fn is not None else LossMemory.of(plan.fingerprint)
         return _verify(model, example, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
 
 

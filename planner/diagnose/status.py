@@ -48,6 +48,8 @@ class Status:
     """Median of their times."""
     peak_bytes: int | None = None
     """Peak of the step after the status was last asked for."""
+    observed: tuple[str, ...] = ()
+    """What was seen around the model and is planned for: outputs, a loss outside, an optimizer, other calls."""
 
     @property
     def overhead(self) -> float | None:
@@ -86,6 +88,7 @@ class Status:
             ("overhead", f"{plan.over_eager(plan.overhead):+.1%}", _or_not_yet(self.overhead, "{:+.1%}".format)),
         ]
         lines = [f"{name:<8}  {promised:>10}  {seen:>10}" for name, promised, seen in rows]
+        lines += [f"observed: {line}" for line in self.observed]
         return "\n".join([*lines, *(f"warning: {line}" for line in self.warnings)])
 
 
@@ -123,6 +126,7 @@ class Meter:
             steps=len(self._seconds),
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
+            observed=self._running.seen_around,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

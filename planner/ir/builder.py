@@ -28,6 +28,9 @@ from planner.ir.static_memory import LossMemory
 
 Node = TypeVar("Node")
 
+LOSS_WORKSPACE, LOSS_HELD = "loss workspace", "loss"
+"""Names of the values that stand for the memory of a loss outside the graph."""
+
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of ``torch.get_rng_state()``: what a recomputed random operation keeps on a CPU. On CUDA the
 state is a host tensor, so it costs nothing on the device."""
@@ -144,8 +147,8 @@ class GraphBuilder(Generic[Node]):
         """Add the memory of a loss outside the graph: its working memory, and what it holds to the end."""
         loss = self.context.loss
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
-        working = Value(name="loss workspace", size_bytes=loss.working_bytes)
-        held = Value(name="loss", size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
+        working = Value(name=LOSS_WORKSPACE, size_bytes=loss.working_bytes)
+        held = Value(name=LOSS_HELD, size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
         return [self._append_value(value) for value in (working, held) if value.size_bytes]
 
     def add_kept(self, sizes: Iterable[tuple[str, int, Node | None]]) -> None:

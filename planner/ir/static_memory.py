@@ -19,6 +19,10 @@ OUTPUTS = "outputs"
 """Key of a plan's fingerprint: what a loop does with outputs; absent if they are held until the backward ends."""
 
 
+LOSS = "loss"
+"""Key of a plan's fingerprint: bytes that a loss outside works with, and that it holds to the end; absent without."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMemory:
     """Memory of a loss outside the captured graph, without the outputs and their gradients."""
@@ -31,6 +35,12 @@ class LossMemory:
     """Whether a loss was recorded; if not, the outputs' gradients may be held to the end."""
     outputs: tuple[tuple[tuple[int, ...], bool], ...] | None = None
     """For each output that requires gradients, its shape and whether the loss depends on it; None if unknown."""
+
+    @classmethod
+    def of(cls, fingerprint: Mapping[str, str | int]) -> LossMemory | None:
+        """Return the loss that a plan was made for, if there was one outside."""
+        sizes = [int(size) for size in str(fingerprint.get(LOSS, "")).split()]
+        return cls(working_bytes=sizes[0], held_bytes=sizes[1], is_known=True) if len(sizes) == 2 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

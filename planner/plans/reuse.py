@@ -9,7 +9,7 @@ from planner.errors import PlanMismatchError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import OF_THE_MODEL, OUTPUTS, SHARDS, StaticMemory
+from planner.ir.static_memory import LOSS, OF_THE_MODEL, OUTPUTS, SHARDS, StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.module_choices import variants_in
@@ -18,7 +18,7 @@ from planner.plans.plan import Plan, PlanOrigin
 _REUSED = " (reused)"
 """What is added to the name of a solver where its plan was taken over."""
 
-OF_THE_GRAPH = ("assumes", "operations", "graph", OUTPUTS)
+OF_THE_GRAPH = ("assumes", "operations", "graph", OUTPUTS, LOSS)
 """Keys of a fingerprint that say how a step was captured, and for which loop; the others say what of, and where."""
 
 

@@ -140,6 +140,23 @@ class ObservedCalls:
         """The plan in force."""
         return self._running.plan
 
+    @property
+    def seen_around(self) -> tuple[str, ...]:
+        """What was seen around the model and is planned for, in words."""
+        options, loss = self._options, self._options.loss
+        beside_bytes = self.plan.static_bytes.get("reserve", 0) - self._reserve_bytes if self.plan is not None else 0
+        outputs = outputs_of(options)
+        seen = {
+            f"outputs are {outputs}": self._may_drop and outputs != HELD,
+            "gradients of earlier backwards are there when a step begins": options.training.gradient_accumulation,
+            "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
+            f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > 0,
+        }
+        if loss is not None and not self._has_own_loss:
+            held_bytes = loss.working_bytes + loss.held_bytes
+            seen[f"a loss outside the model takes {format_bytes(held_bytes)}"] = True
+        return tuple(line for line, is_so in seen.items() if is_so)
+
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         close_step()
@@ -224,7 +241,7 @@ class ObservedCalls:
                     self._running, self._options = running, options
                     return self._planned_anew(lowest, args, kwargs)
             self._running, self._options, self._is_fixed = running, options, True
-            self._to_watch = self._to_measure = 0
+            self._is_said, self._to_watch, self._to_measure = True, 0, 0
             if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
                 uncounted = "what the step holds beside this call (a loss outside the model, other calls, other models)"
             elif asked.optimizer is not options.optimizer:

@@ -10,9 +10,10 @@ import torch
 
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import DROPPED, HELD, KEPT
+from planner.ir.builder import LOSS_HELD, LOSS_WORKSPACE
 from planner.ir.checkpoints import KEPT as STANDS_IN
-from planner.ir.graph import RETURNED_TARGET, TrainingGraph
-from planner.ir.static_memory import OUTPUTS
+from planner.ir.graph import LOSS_TARGET, RETURNED_TARGET, TrainingGraph
+from planner.ir.static_memory import LOSS, OUTPUTS
 
 _DESCRIBED = re.compile(r"\(([\d, ]*)\) (\w+)")
 
@@ -49,6 +50,10 @@ def fingerprint(
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
     outputs = outputs_assumed(graph)
+    made = [
+        graph.values[v] for operation in graph.operations if operation.target == LOSS_TARGET for v in operation.outputs
+    ]
+    loss = [sum(v.size_bytes for v in made if v.name == name) for name in (LOSS_WORKSPACE, LOSS_HELD)]
     return {
         "model": f"{model.__module__}.{model.__qualname__}",
         "parameters": sum(p.numel() for p in parameters),
@@ -59,6 +64,7 @@ def fingerprint(
         "operations": len(operations),
         "graph": digest.hexdigest()[:16],
         **({} if outputs == HELD else {OUTPUTS: outputs}),
+        **({LOSS: " ".join(map(str, loss))} if any(loss) else {}),
     }
 
 
