@@ -25,6 +25,10 @@ _CULPRIT = re.compile(
 _NOT_BOUND = "failed to bind arguments"
 """What Dynamo says of a call that the function called does not take."""
 
+_MEETS_TRANSFORM = re.compile("TensorWrapper|_fw_primal|functorch transform")
+"""What torch says where its transforms meet a capture; it asks for a bug report, too."""
+_IN_FORWARD_MODE = "forward-mode differentiation inside it (torch.func.jvp) cannot be planned: leave that unwrapped"
+
 _FAILS = "the forward of {} fails: {}{}"
 _FAILS_IN_DYNAMO = "the forward of {} fails as Dynamo follows it: {}{}"
 """Python is Dynamo's own there, and may fail where Python does not."""
@@ -49,6 +53,7 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         elif raised := _RAISED.search(f"{error} {cause}"):
             reason = f"{raised['kind']}: {raised['message']}"
+            reason = _IN_FORWARD_MODE if _MEETS_TRANSFORM.search(reason) else reason
             problem = _FAILS if raised["by"] == "got" else _FAILS_IN_DYNAMO
         elif isinstance(error, Unsupported) and isinstance(cause, TypeError) and _NOT_BOUND in reason:
             reason = in_one_line(cause)
@@ -101,4 +106,6 @@ def first_line(error: BaseException | str) -> str:
 def in_one_line(error: BaseException) -> str:
     """Name an error and give the first line of what it says."""
     first = first_line(error)
+    if _MEETS_TRANSFORM.search(first):
+        return _IN_FORWARD_MODE
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

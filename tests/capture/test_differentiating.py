@@ -98,3 +98,22 @@ def test_a_leaf_that_the_forward_makes_and_returns_is_refused() -> None:
         planner.plan(
             Field(returns_positions=True), torch.randn(ROWS, 3), **grouped(activation_budget="70%", runtime="graph")
         )
+
+
+class Tangent(nn.Module):
+    """Differentiates in forward mode inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, tangent = torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))
+        return self.out(y + tangent).square().mean()
+
+
+@pytest.mark.parametrize("runtime", ["auto", "graph", "parts", "modules"])
+def test_forward_mode_inside_a_forward_is_refused_by_its_name(runtime: str) -> None:
+    model = planner.auto_wrap(Tangent(), budget="1GiB", runtime=runtime)
+    with pytest.raises(CaptureError, match="fails: forward-mode differentiation inside it"):
+        model(torch.randn(4, 8)).backward()
