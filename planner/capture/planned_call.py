@@ -8,6 +8,7 @@ the call. The attribute is there between calls, and away during them: in a call 
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import traceback
 import warnings
@@ -25,6 +26,8 @@ from planner.capture.model_facts import compiled_parts, has_several_ranks
 from planner.capture.state_restore import put_back, written_back
 from planner.capture.torch_internals import (
     call_implementation,
+    exclude_keys_again,
+    excluded_keys,
     install_call,
     installed_call,
     is_transformed,
@@ -53,9 +56,12 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
         if _here.wholes:
             return call_implementation(module)(*args, **kwargs)
         with lock, as_its_class(module), parts_run_as_they_are():
+            excluded = excluded_keys()
             try:
                 return call(*args, **kwargs)
             except ForwardError as failure:
+                _let_go_of_frames(failure)
+                exclude_keys_again(excluded)
                 _raise_own_error(module, args, kwargs, failure)
                 raise
 
@@ -95,6 +101,14 @@ def parts_as_written(model: nn.Module) -> Iterator[None]:
     """
     with calling(dict.fromkeys(map(model.get_submodule, compiled_parts(model)))), parts_run_as_they_are():
         yield
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Free what the frames below an error hold: guards of torch's among it set its state when they go."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
 
 
 def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:

@@ -458,6 +458,21 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+excluded_keys = torch._C._dispatch_tls_local_exclude_set
+
+
+def exclude_keys_again(before: Any) -> None:
+    """Exclude the dispatch keys that were excluded before, and no other.
+
+    An error that leaves a transform of ``torch.func`` inside a capture may leave autograd's excluded: nothing would
+    require gradients from then on (torch 2.13).
+    """
+    now = excluded_keys()
+    for key in torch._C.DispatchKey.__members__.values():
+        if key != torch._C.DispatchKey.Undefined and before.has(key) != now.has(key):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, before.has(key))
+
+
 def history_is_on() -> bool:
     """Whether CUDA's allocator keeps a history, as for a user's memory snapshot."""
     return bool(torch._C._cuda_isHistoryEnabled())
