@@ -10,11 +10,13 @@ from the plain loop's.
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -476,29 +478,29 @@ def tried(make: Callable[[], Loop], share: float, seconds: float) -> Result:
     return result
 
 
-def _rows(result: Result) -> Iterator[list[str]]:
-    for name, row in result["loops"].items():
-        budget_bytes = row["budget_bytes"]
-        if "refused" in row:
-            yield [name, format_bytes(row["plain_bytes"]), format_bytes(budget_bytes), row["refused"], "", "", ""]
-            continue
-        measured = [f"{step['peak_bytes'] / budget_bytes:.1%}" for step in row["steps"]]
-        off = [f"{step['peak_bytes'] / step['predicted_bytes'] - 1:+.1%}" for step in row["steps"]]
-        yield [
-            name,
-            format_bytes(row["plain_bytes"]),
-            format_bytes(budget_bytes),
-            " / ".join(measured),
-            " / ".join(off),
-            "equal" if row["equal"] else "differ",
-            ", ".join(dict.fromkeys(row["runtimes"])),
-        ]
+def _row(name: str, row: Result) -> list[str]:
+    budget_bytes = row["budget_bytes"]
+    first = [name, format_bytes(row["plain_bytes"]), format_bytes(budget_bytes)]
+    if "refused" in row:
+        return [*first, row["refused"], "", "", ""]
+    measured = [f"{step['peak_bytes'] / budget_bytes:.1%}" for step in row["steps"]]
+    off = [f"{step['peak_bytes'] / step['predicted_bytes'] - 1:+.1%}" for step in row["steps"]]
+    bits = "equal" if row["equal"] else "differ"
+    return [*first, " / ".join(measured), " / ".join(off), bits, ", ".join(dict.fromkeys(row["runtimes"]))]
 
 
 def _markdown(result: Result) -> str:
-    steps = " / ".join(map(str, STEPS))
-    head = ["loop", "plain", "budget", f"step {steps} of budget", "measured over predicted", "bits", "runtime"]
-    return "# Loops as people write them\n\n" + common.table(head, list(_rows(result)))
+    lines = [
+        "# Loops as people write them",
+        "",
+        "Peaks of a whole iteration, an early one and the eighth. On a CPU, what a loop holds from before the first "
+        "call (a teacher's outputs, cached representations) is not seen, and so is not planned for.",
+    ]
+    for under, rows in result["under"].items():
+        steps = " / ".join(str(step["step"]) for step in next(iter(rows.values()))["steps"])
+        head = ["loop", "plain", "budget", f"step {steps}, of budget", "measured over predicted", "bits", "runtime"]
+        lines += ["", f"## {under}", "", common.table(head, [_row(name, row) for name, row in rows.items()])]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -510,16 +512,19 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     common.check_destination(args.json)
     torch.set_default_device(DEVICE)
-    result: Result = {**common.environment("loops", arguments), "loops": {}}
+    result: Result = {**common.environment("loops", arguments), "under": {}}
+    with suppress(FileNotFoundError):
+        result["under"] |= json.loads(Path(args.json).read_text(encoding="utf-8"))["under"]
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "a CPU"
+    rows = result["under"][f"torch {torch.__version__}, {device}"] = {}
     wanted = args.loops.split(",") if args.loops else [""]
     for name, make in LOOPS.items():
         if any(part in name for part in wanted):
-            result["loops"][name] = tried(make, args.share, args.time_limit)
-            common.progress(f"{name}: {result['loops'][name]}")
+            rows[name] = tried(make, args.share, args.time_limit)
+            common.progress(f"{name}: {rows[name]}")
             common.write(args.json, result, _markdown(result))
-    rows = result["loops"].values()
-    is_kept = all(s["peak_bytes"] <= row["budget_bytes"] for row in rows for s in row["steps"])
-    return 0 if is_kept and all(row.get("equal") for row in rows) else 1
+    is_kept = all(s["peak_bytes"] <= row["budget_bytes"] for row in rows.values() for s in row["steps"])
+    return 0 if is_kept and all(row.get("equal") for row in rows.values()) else 1
 
 
 if __name__ == "__main__":

@@ -88,3 +88,10 @@ def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
 def is_without_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or this rank's part of one, is fake."""
     return isinstance(in_memory(tensor), FakeTensor)
+
+
+def shapes_of_capture() -> Any:
+    """Return the record of sizes of the capture that is under way."""
+    context = torch._guards.TracingContext.get()
+    assert context.fake_mode is not None
+    return context.fake_mode.shape_env

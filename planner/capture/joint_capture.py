@@ -26,7 +26,7 @@ from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
-from planner.capture.fake_internals import is_without_data, mode_of
+from planner.capture.fake_internals import is_without_data, mode_of, shapes_of_capture
 from planner.capture.fake_kernels import eager_results, kernel_types
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
@@ -226,6 +226,10 @@ class IsolatedCall:
                     raise  # the graph is there, and it is its run that fails
                 with explain_forward(self.module):
                     raise
+            finally:
+                for shapes in work.shapes:
+                    # Its guards are written, and these inputs are in a cycle through autograd's nodes, never collected.
+                    shapes.tracked_fakes = None
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile the call and run it; ``is_compiling`` is true in it only if eager's code cannot be captured."""
@@ -290,6 +294,8 @@ class _Work:
     backend: Backend
     begun: float = field(default_factory=time.perf_counter)
     is_done: bool = False
+    shapes: list[Any] = field(default_factory=list)
+    """Torch's record of the sizes of its inputs."""
 
 
 _work: ContextVar[_Work] = ContextVar("call that is being compiled")
@@ -307,6 +313,7 @@ def _at_work(work: _Work) -> Iterator[None]:
 def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile by the backend of the current capture: torch keeps every backend that it was ever given."""
     work = _work.get()
+    work.shapes.append(shapes_of_capture())
     with _explain_unknown_sizes(graph_module):
         run = work.backend(graph_module, example_inputs)
     work.is_done = True

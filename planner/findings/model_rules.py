@@ -72,7 +72,7 @@ RULES = (
         name="loss-not-counted",
         evidence=_loss,
         cause="a loss that is computed outside the captured step needs memory that no plan knows of",
-        fix="return the loss from the model, or pass loss_fn (a factory: as its third value)",
+        fix="return the loss from the model, or pass loss_fn (a factory: as its third value); auto_wrap observes it",
     ),
     Rule(
         name="batch-norm",

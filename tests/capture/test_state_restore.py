@@ -92,6 +92,7 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x) + self.table(x.shape[1]))
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.parametrize(
     ("runtime", "loss_fn"),
     tiered(product(["graph", "modules", "regional"], [None, torch.sum]), slow=[("modules", None), ("regional", None)]),

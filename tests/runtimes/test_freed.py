@@ -12,6 +12,7 @@ from itertools import product
 
 import pytest
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import planner
 from planner import runtimes
@@ -94,3 +95,14 @@ assert now <= before + 4, (before, now)
 def test_wrapping_again_and_again_holds_no_more_graphs() -> None:
     """What is left of each are notes of torch's own, of some hundred bytes."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_PROCESS_OF_ITS_OWN], check=True)
+
+
+@pytest.mark.parametrize("runtime", ["regional", "parts"])
+def test_what_was_captured_goes_with_the_plan(runtime: str) -> None:
+    """A cycle through autograd's nodes is one that no collection sees."""
+    counts = []
+    for _ in range(3):
+        unwrapped(runtime)
+        gc.collect()
+        counts.append(sum(type(each) is FakeTensor for each in gc.get_objects()))
+    assert counts[1] == counts[2]
