@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -449,6 +449,23 @@ class Plan:
                 )
         schedule = with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
         return renumbered(schedule, order) if self.order else schedule
+
+    def holding(self, peak_bytes: int) -> Plan:
+        """Return the plan of a step that was measured to hold so much: more, or less, is reserved beside it."""
+        more_bytes = peak_bytes - self.peak_bytes
+        reserve = {"reserve": self.static_bytes.get("reserve", 0) + more_bytes}
+        eager = self.eager and replace(self.eager, peak_bytes=self.eager.peak_bytes + more_bytes)
+        return replace(
+            self,
+            peak_bytes=peak_bytes,
+            static_bytes=self.static_bytes | reserve,
+            anatomy=self.anatomy | reserve,
+            baseline_peak_bytes=self.baseline_peak_bytes + more_bytes,
+            minimum_feasible_peak_bytes=self.minimum_feasible_peak_bytes + more_bytes,
+            proven_minimum_peak_bytes=0,
+            eager=eager,
+            details=None,
+        )
 
     def report(self) -> dict[str, Any]:
         """Return the report as plain data, with the JSON keys of schema 1."""

@@ -124,6 +124,8 @@ class ObservedCalls:
         """How many steps in a row held what was planned for."""
         self._has_own_loss = options.loss is not None
         self._reserve_bytes = self._reserved_bytes()
+        self._as_measured: tuple[Plan | None, Plan | None] = None, None
+        """The plan as it was made, and as it was measured."""
         self._measured: list[tuple[int, int]] = []
         """Of steps, what a call allocated by its plan, and what all of the step allocated."""
         self._is_said = self._has_grown = False
@@ -137,8 +139,9 @@ class ObservedCalls:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force."""
-        return self._running.plan
+        """The plan in force, with what a measured step held under it."""
+        plan, (made, measured) = self._running.plan, self._as_measured
+        return measured if plan is made else plan
 
     @property
     def seen_around(self) -> tuple[str, ...]:
@@ -412,6 +415,10 @@ class ObservedCalls:
         else:
             self._as_planned += 1
             self._to_measure *= self._as_planned < _ENOUGH
+            # Of several steps that differ the largest counts.
+            is_first, is_more = self._as_measured[0] is not self._running.plan, held_bytes > plan.peak_bytes
+            if (reserved_bytes and is_first) or is_more:
+                self._as_measured = self._running.plan, plan.holding(min(held_bytes, plan.budget_bytes))
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
         """Warn once of a call before the backward of another, where its plan is not made for both."""

@@ -62,7 +62,8 @@ def test_a_whole_step_keeps_its_budget(name: str) -> None:
     # On a CPU nobody sees what a loop holds from before the first call.
     unseen_bytes = 600_000 if name.startswith(("teacher", "cached")) else 0
     assert last["peak_bytes"] <= found["budget_bytes"] + unseen_bytes
-    assert 0.96 <= last["peak_bytes"] / last["predicted_bytes"] <= 1.0 + unseen_bytes
+    # Targets are no inputs of the model's; inputs that the loop makes itself count twice.
+    assert 0.97 <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001 + unseen_bytes
 
 
 def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:
@@ -74,6 +75,7 @@ def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:
     seen = planner.status(model).observed
     assert seen[0] == "outputs are dropped" and re.fullmatch("a loss outside the model takes .* KiB", seen[-1])
     plan = planner.Plan.from_json(planner.plan_of(model).to_json())
+    assert planner.Plan.from_json(plan.holding(plan.budget_bytes).to_json()).static_bytes["reserve"] > 0
     again = loops.LOOPS["loss outside, AdamW"]()
     planner.auto_wrap(again.wrapped[0], budget=plan)
     again.run()
