@@ -267,6 +267,7 @@ def auto_wrap(
         device=lambda: of_model(model),
         spec=lambda: device_spec(of_model(model), options.target.device),
         is_alone=not (has_several_ranks() or is_sharded(model)),
+        has_loss=loss_fn is not None,
     )
     may_drop = options.training.outputs == AUTO and plan is None and around.is_alone
     options = before_observing(_settled(replace(options, search=replace(options.search, compare=False))), around)

@@ -58,6 +58,8 @@ class Observable:
     spec: Callable[[], DeviceSpec]
     is_alone: bool
     """Ranks would have to observe the same, so with several nothing is."""
+    has_loss: bool
+    """Whether the user gave the loss that is computed outside."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once."""
@@ -122,7 +124,6 @@ class ObservedCalls:
         self._to_measure = 0 if self._is_fixed or options.budget.size is None else _MEASURED
         self._as_planned = 0
         """How many steps in a row held what was planned for."""
-        self._has_own_loss = options.loss is not None
         self._reserve_bytes = self._reserved_bytes()
         self._as_measured: tuple[Plan | None, Plan | None] = None, None
         """The plan as it was made, and as it was measured."""
@@ -155,7 +156,7 @@ class ObservedCalls:
             "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
             f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > 0,
         }
-        if loss is not None and not self._has_own_loss:
+        if loss is not None and not self.around.has_loss:
             held_bytes = loss.working_bytes + loss.held_bytes
             seen[f"a loss outside the model takes {format_bytes(held_bytes)}"] = True
         return tuple(line for line, is_so in seen.items() if is_so)
@@ -383,7 +384,7 @@ class ObservedCalls:
         self._to_measure, asked = self._to_measure - 1, self._asked
         known, is_off = self._options.loss or LossMemory(), abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes
         is_over = held_bytes > plan.budget_bytes + _SCALARS
-        if loss is not None and not self._has_own_loss and (is_over or is_off):
+        if loss is not None and not self.around.has_loss and (is_over or is_off):
             working_bytes = max(known.working_bytes, loss.working_bytes)
             left_bytes = max(known.held_bytes, loss.held_bytes)
             more_bytes = working_bytes + left_bytes - known.working_bytes - known.held_bytes
