@@ -5,7 +5,7 @@
 #
 # WHEELS is a folder with what that Python lacks, made where there is a network, for its version:
 #
-#   pip download -d WHEELS --only-binary :all: --no-deps --python-version 3.12 pulp highspy plotext
+#   pip download -d WHEELS --only-binary :all: --no-deps --python-version 3.12 'pulp<4' highspy plotext
 #
 # What else is missing is said. RESULTS, by default $OUT or benchmarks/results, gets at most five files: gpu.json and
 # gpu.md, written after every row so that a run that is cut off keeps what it has, gpu.log, gpu.zip with profiles and a
