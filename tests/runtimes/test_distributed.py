@@ -288,7 +288,7 @@ def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:
     own, told = results(folder, "fails_on_rank_0")
     assert own["error"] == "NoPlanFitsError"
     assert told["error"] == "PlannerError"
-    assert told["message"] == f"rank 0, which plans for all, failed: NoPlanFitsError: {own['message']}"
+    assert told["message"] == f"rank 0 failed while it planned for all: NoPlanFitsError: {own['message']}"
 
 
 def test_a_failure_on_another_rank_is_told_to_all(folder: Path) -> None:
