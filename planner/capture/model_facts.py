@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from planner.capture.fake_internals import is_without_data
 from planner.capture.module_internals import ddp_around, has_full_backward_hooks
 from planner.capture.sharding import SHARES, WHOLE, Unit
-from planner.capture.torch_internals import installed_call
+from planner.capture.torch_internals import NormWithStatistics, installed_call
 from planner.errors import UsageError
 from planner.findings.subject import ModuleFacts
 from planner.ir.graph import TrainingGraph
@@ -156,16 +156,6 @@ def check_not_distributed(model: nn.Module, *, may_be_sharded: bool = False) -> 
         )
 
 
-_WITH_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-
 # Classes are known by their names, so that nothing of torch.distributed is imported to ask.
 _CHECKPOINTING = {"CheckpointWrapper"}
 _SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
@@ -197,7 +187,7 @@ def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
 
 def updates_statistics(module: nn.Module) -> bool:
     """Whether each call of a module changes its running statistics."""
-    return isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None
+    return isinstance(module, NormWithStatistics) and module.training and module.running_mean is not None
 
 
 def outside_bytes(graph: TrainingGraph) -> int:
