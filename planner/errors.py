@@ -72,11 +72,8 @@ class InfeasibleBudgetError(PlannerError):
 class HostBudgetError(InfeasibleBudgetError):
     """No plan keeps the budget with so little of the host's memory."""
 
-    def __init__(
-        self, message: str, *, host_budget_bytes: int, minimum_feasible_peak_bytes: int, operation: str, is_proven: bool
-    ) -> None:
-        peak_bytes = minimum_feasible_peak_bytes
-        super().__init__(message, minimum_feasible_peak_bytes=peak_bytes, operation=operation, is_proven=is_proven)
+    def __init__(self, message: str, *, host_budget_bytes: int, **facts: Any) -> None:
+        super().__init__(message, **facts)
         self.host_budget_bytes = host_budget_bytes
         """Smallest budget of the host for which a plan is known."""
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from planner.analysis.study import Study
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import CaptureError
 from planner.findings.finding import Finding, Severity
-from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.plans.liveness import alive_at
@@ -28,31 +26,20 @@ WORTH_SAYING = 1.02
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True)
-class Costed:
-    """A step and what its operations cost."""
+def _seconds_by_operator(step: Problem) -> Counter[str]:
+    """Return how long the operators of each name take together."""
+    found: Counter[str] = Counter()
+    for operation, cost in zip(step.graph.operations, step.costs, strict=True):
+        found[_plain(operation.target)] += cost.seconds  # type: ignore[assignment]
+    return found
 
-    graph: TrainingGraph
-    costs: tuple[OperationCost, ...]
 
-    def problem(self) -> Problem:
-        """Return the step as a problem without a budget."""
-        return Problem(graph=self.graph, costs=tuple(self.costs), budget_bytes=0)
-
-    def seconds_by_operator(self) -> Counter[str]:
-        """Return how long the operators of each name take together."""
-        found: Counter[str] = Counter()
-        for operation, cost in zip(self.graph.operations, self.costs, strict=True):
-            found[_plain(operation.target)] += cost.seconds  # type: ignore[assignment]
-        return found
-
-    def bytes_at_peak_by_operator(self) -> Counter[str]:
-        """Return the bytes live at the peak without recompute, by the operators that made them."""
-        at = self.problem().baseline.peak_position
-        found: Counter[str] = Counter()
-        for made in alive_at(self.graph, self.costs, Schedule.keep_all(self.graph), at):
-            found[_plain(made.operation)] += made.size_bytes
-        return found
+def _bytes_at_peak_by_operator(step: Problem) -> Counter[str]:
+    """Return the bytes live at the peak without recompute, by the operators that made them."""
+    found: Counter[str] = Counter()
+    for made in alive_at(step.graph, step.costs, Schedule.keep_all(step.graph), step.baseline.peak_position):
+        found[_plain(made.operation)] += made.size_bytes
+    return found
 
 
 def eager_step(eager: Study | CaptureError | None) -> EagerStep | None:
@@ -62,8 +49,8 @@ def eager_step(eager: Study | CaptureError | None) -> EagerStep | None:
     return EagerStep(peak_bytes=eager.whole_bytes, step_seconds=eager.problem().baseline.seconds)
 
 
-def findings(single: Costed, planned: Costed, eager: Study | CaptureError | None) -> Iterator[Finding]:
-    """Report where a captured step is slower or larger than eager's, or that eager's is unknown.
+def findings(single: Problem, planned: Problem, eager: Study | CaptureError | None) -> Iterator[Finding]:
+    """Report where a captured step, whatever its budget, is slower or larger than eager's, or that eager's is unknown.
 
     Times are those of ``single`` operations. Memory is that of the step as it is ``planned``, which may have joined
     operations that write over an input.
@@ -79,21 +66,21 @@ def findings(single: Costed, planned: Costed, eager: Study | CaptureError | None
     step = eager_step(eager)
     if step is None or not isinstance(eager, Study):
         return
-    own = Costed(eager.graph, eager.costs)
+    own = eager.problem()
     seconds = sum(cost.seconds for cost in single.costs)
     if seconds > WORTH_SAYING * step.step_seconds > 0:
         yield _finding(
             SLOWER,
             f"{seconds / step.step_seconds:.3f} of eager's {format_seconds(step.step_seconds)}",
-            single.seconds_by_operator() - own.seconds_by_operator(),
+            _seconds_by_operator(single) - _seconds_by_operator(own),
             format_seconds,
         )
-    peak_bytes = planned.problem().baseline.peak_bytes + planned.graph.total_static_bytes
+    peak_bytes = planned.baseline.peak_bytes + planned.graph.total_static_bytes
     if peak_bytes > WORTH_SAYING * step.peak_bytes:
         yield _finding(
             LARGER,
             f"{peak_bytes / step.peak_bytes:.3f} of eager's {format_bytes(step.peak_bytes)}",
-            planned.bytes_at_peak_by_operator() - own.bytes_at_peak_by_operator(),
+            _bytes_at_peak_by_operator(planned) - _bytes_at_peak_by_operator(own),
             format_bytes,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -72,16 +72,26 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def explain_forward(model: nn.Module) -> Iterator[None]:
     """Turn whatever a forward raises while it is captured into a :class:`CaptureError` of one line."""
-    try:
-        with explain_failures(model):
-            yield
-    except PlannerError:
-        raise
-    except Exception as error:
+
+    def explained(error: Exception) -> CaptureError:
         problem, reason = _FAILS, in_one_line(error)
         if depends_on_data(error):
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
-        raise _explained(problem, model, reason, error) from error
+        return _explained(problem, model, reason, error)
+
+    with failing_as(explained), explain_failures(model):
+        yield
+
+
+@contextmanager
+def failing_as(explained: Callable[[Exception], PlannerError]) -> Iterator[None]:
+    """Turn whatever is raised, but for errors of ours, into one of these."""
+    try:
+        yield
+    except PlannerError:
+        raise
+    except Exception as error:
+        raise explained(error) from error
 
 
 def _explained(problem: str, model: nn.Module, reason: str, error: BaseException) -> CaptureError:

@@ -62,8 +62,6 @@ class LoweredGraph:
     """For each node the values that its output looks at; resident storages are left out."""
     alias_nodes: set[fx.Node] = field(default_factory=set)
     """Nodes that cost nothing: views and ``getitem``."""
-    is_eager: bool = False
-    """Whether operations are those of a recorded step, which runs the model's own calls."""
     parts: Mapping[fx.Graph, LoweredGraph] = field(default_factory=dict)
     """Where a step is put together of blocks, what each of their graphs is in itself."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from inspect import getattr_static
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from planner.capture.fake_internals import is_without_data
 from planner.capture.module_internals import ddp_around, has_full_backward_hooks
 from planner.capture.sharding import SHARES, WHOLE, Unit
-from planner.capture.torch_internals import installed_call
+from planner.capture.torch_internals import NormWithStatistics, installed_call
 from planner.errors import UsageError
 from planner.findings.subject import ModuleFacts
 from planner.ir.graph import TrainingGraph
@@ -27,38 +26,6 @@ from planner.ir.layers import find_blocks, is_within
 
 _FSDP = "torch.distributed.fsdp"
 """Slow to import: a model is sharded only where somebody has imported it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What a model is when it is planned, as far as that decides which runtimes are tried: asked once, passed on."""
-
-    has_several_ranks: bool
-    """Whether ``torch.distributed`` runs more than one process."""
-    is_sharded: bool
-    """Whether ``fully_shard`` has its parameters spread over ranks now."""
-    shares_layers: bool
-    """Whether ranks share layers (``parallelize_module``), which may be sharded as well."""
-    sharded_inside: str
-    """A part of a block that ``fully_shard`` spreads by itself; ``""`` if none."""
-    compiled_parts: tuple[str, ...]
-    """Submodules that their own ``compile()`` compiled."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ModelFacts:
-        """Look at a model.
-
-        >>> facts = ModelFacts.of(nn.Linear(2, 2))
-        >>> facts.is_sharded, facts.compiled_parts
-        (False, ())
-        """
-        return cls(
-            has_several_ranks=has_several_ranks(),
-            is_sharded=is_sharded(model),
-            shares_layers=shares_layers(model),
-            sharded_inside=sharded_inside(model),
-            compiled_parts=tuple(compiled_parts(model)),
-        )
 
 
 def of_model(model: nn.Module, *arguments: Any) -> torch.device:
@@ -189,16 +156,6 @@ def check_not_distributed(model: nn.Module, *, may_be_sharded: bool = False) -> 
         )
 
 
-_WITH_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-
 # Classes are known by their names, so that nothing of torch.distributed is imported to ask.
 _CHECKPOINTING = {"CheckpointWrapper"}
 _SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
@@ -230,7 +187,7 @@ def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
 
 def updates_statistics(module: nn.Module) -> bool:
     """Whether each call of a module changes its running statistics."""
-    return isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None
+    return isinstance(module, NormWithStatistics) and module.training and module.running_mean is not None
 
 
 def outside_bytes(graph: TrainingGraph) -> int:

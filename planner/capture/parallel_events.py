@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +16,8 @@ from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import is_spread
 from planner.capture.trees import leaf_tensors, mapped
 
-
-class Turn(Protocol):
-    """Told when the forward of a unit, or its backward, begins or ends."""
-
-    def __call__(self, unit: str, *, is_entered: bool) -> None:
-        """Take note of it."""
+Turn = Callable[[str, bool], None]
+"""Told by the path of a unit that its forward, or its backward, begins (True) or ends."""
 
 
 class UnitCalls:
@@ -50,17 +46,17 @@ class UnitCalls:
         was given, as FSDP2's hooks have it.
         """
         if self.is_first(module):
-            turn(self.path, is_entered=True)
+            turn(self.path, True)
             args, kwargs = self._told_at_end(turn, (args, kwargs))
         result = run(*args, **kwargs)
         if self.is_last(module):
-            turn(self.path, is_entered=False)
+            turn(self.path, False)
             begun: list[bool] = []
 
             def begins(_gradient: Any) -> None:
                 if not begun:
                     begun.append(True)
-                    turn(self.path, is_entered=True)
+                    turn(self.path, True)
 
             for tensor in _with_gradients(result):
                 tensor.register_hook(begins)  # type: ignore[no-untyped-call]
@@ -72,7 +68,7 @@ class UnitCalls:
             return tree
 
         def ends() -> None:
-            turn(self.path, is_entered=False)
+            turn(self.path, False)
 
         passed = dict(zip(map(id, leaves), Told.apply(ends, *leaves), strict=True))  # type: ignore[no-untyped-call]
         return mapped(lambda tensor: passed.get(id(tensor), tensor), tree)

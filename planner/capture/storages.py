@@ -362,7 +362,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         """Return the line of the user's code that runs; ``""`` where nobody asks for it."""
         return ""
 
-    def turn(self, unit: str, *, is_entered: bool) -> None:
+    def turn(self, unit: str, is_entered: bool) -> None:
         """Record that the forward or backward of a unit of FSDP2 begins or ends."""
         node = self._nodes.node(_unit_boundary, (), {}, ())
         self.events.append(Turn(node=node, module=unit, is_entered=is_entered))

@@ -61,7 +61,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.fx.graph import _BoxedCodeGen
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
@@ -81,6 +81,9 @@ _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize
 
 BatchNorm = _BatchNorm
 """The batch norms of every dimension."""
+
+NormWithStatistics = _NormBase
+"""Batch norms and instance norms of every dimension."""
 
 
 class _Functions(set[Callable[..., Any]]):

@@ -74,16 +74,6 @@ Saved = Callable[[Operation], bool]
 """Whether what an operation makes is kept although its module runs again."""
 
 
-def forward_of(graph: TrainingGraph, modules: Iterable[str]) -> tuple[int, ...]:
-    """Return the operations of the forward that are in any of these modules."""
-    inside = tuple(f"{module}." for module in modules)
-    return tuple(
-        index
-        for index, operation in enumerate(graph.operations)
-        if operation.phase is Phase.FORWARD and f"{operation.module}.".startswith(inside)
-    )
-
-
 def region_of(
     graph: TrainingGraph,
     module: str,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.failures import in_one_line
+from planner.capture.failures import failing_as, in_one_line
 from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
 from planner.capture.joint_capture import run_without_data
@@ -121,17 +121,13 @@ def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: A
     except Exception as error:
         if is_fake(model):
             raise _failed(error) from error
-    try:
-        with put_back(model, inputs), written_back([*model.parameters(), *inputs.tensors()]):
-            # What the model saves waits on the host: without a plan it may not fit the device.
-            with torch.enable_grad(), torch.autograd.graph.save_on_cpu():
-                outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
-            resident = inputs.args, inputs.kwargs, list(state_of(model).values())
-            return _follow(fake_mode(), outputs, resident, loss_fn, target)
-    except PlannerError:
-        raise
-    except Exception as error:
-        raise _failed(error) from error
+    written = written_back([*model.parameters(), *inputs.tensors()])
+    with failing_as(_failed), put_back(model, inputs), written:
+        # What the model saves waits on the host: without a plan it may not fit the device.
+        with torch.enable_grad(), torch.autograd.graph.save_on_cpu():
+            outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
+        resident = inputs.args, inputs.kwargs, list(state_of(model).values())
+        return _follow(fake_mode(), outputs, resident, loss_fn, target)
 
 
 def _failed(error: Exception) -> UsageError:

@@ -12,7 +12,14 @@ from torch import nn
 from planner import runtimes
 from planner.analysis.eager_baseline import LARGER, SLOWER
 from planner.capture.inputs import Inputs
-from planner.capture.model_facts import ModelFacts, of_model
+from planner.capture.model_facts import (
+    compiled_parts,
+    has_several_ranks,
+    is_sharded,
+    of_model,
+    sharded_inside,
+    shares_layers,
+)
 from planner.capture.torch_internals import entered
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError, RuntimeUnsupportedError
@@ -22,27 +29,12 @@ from planner.runtimes import PlannedModel, Prepare
 from planner.runtimes._calls import RuntimeOfCalls, situation_of
 from planner.session.step import Options
 
-WHOLE, BLOCKS, PARTS, MODULES = "whole", "blocks", "parts", "modules"
-"""Granularities: the model as one graph, each repeated block, the largest modules that can be captured, or no graph."""
-EAGER, INDUCTOR = "eager kernels", "Inductor"
-"""Code generators: what makes code of a planned graph."""
-
-NAMES = {
-    (WHOLE, EAGER): "graph",
-    (WHOLE, INDUCTOR): "inductor",
-    (BLOCKS, EAGER): "regional",
-    (BLOCKS, INDUCTOR): "inductor_blocks",
-    (PARTS, EAGER): "parts",
-    (MODULES, EAGER): "modules",
-}
-"""The runtime of each granularity and code generator."""
-
 _RULE = "runtime"
 _ANY_SOLVER = "auto"
 _CHOOSES = {"parts": "inside of captured modules only", "modules": "among modules only"}
 
 
-def candidates(facts: ModelFacts) -> list[str]:
+def candidates(model: nn.Module) -> list[str]:
     """Return the runtimes to try, in order.
 
     With several ranks there is one candidate: gradients must be sent during the backward, and all ranks must do the
@@ -50,16 +42,16 @@ def candidates(facts: ModelFacts) -> list[str]:
     parts of a block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in
     torchtitan, and else ``regional``.
     """
-    pairs = [(WHOLE, EAGER), (PARTS, EAGER), (MODULES, EAGER)]
-    if facts.has_several_ranks or facts.is_sharded:
-        shares = facts.shares_layers or facts.sharded_inside
-        pairs = [(MODULES, EAGER) if shares else (BLOCKS, INDUCTOR if facts.compiled_parts else EAGER)]
-    return [NAMES[pair] for pair in pairs]
+    if not (has_several_ranks() or is_sharded(model)):
+        return ["graph", "parts", "modules"]
+    if shares_layers(model) or sharded_inside(model):
+        return ["modules"]
+    return ["inductor_blocks" if compiled_parts(model) else "regional"]
 
 
 def choose(model: nn.Module) -> str:
     """Return the runtime that is tried first."""
-    return candidates(ModelFacts.of(model))[0]
+    return candidates(model)[0]
 
 
 @dataclass(frozen=True)
@@ -228,7 +220,7 @@ class AutoRuntime:
         try:
             return self._running(*args, **kwargs)
         except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
-            first, *others = candidates(ModelFacts.of(self._model))
+            first, *others = candidates(self._model)
             refusal = Refusal(first, error)
             if not others or (refusal.does_not_fit and self._options.search.solver != _ANY_SOLVER):
                 raise
@@ -337,7 +329,7 @@ class _Auto(RuntimeOfCalls):
         if (reuse := known.get("reuse")) is not None:
             return plan_with(reuse.runtime)
         tried: Tried = []
-        plan = try_each(candidates(ModelFacts.of(model)), tried, options, plan_with)
+        plan = try_each(candidates(model), tried, options, plan_with)
         if plan is None:
             raise reason(tried)
         return explained(plan, tried, options)

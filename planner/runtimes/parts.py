@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 
 from planner.capture.blocks.regions import Block, SeenCall
 from planner.capture.blocks.regions import Step as FollowedStep
-from planner.capture.failures import explain_failures, explain_forward, in_one_line, raised_at
+from planner.capture.failures import explain_failures, explain_forward, failing_as, in_one_line, raised_at
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.model_facts import is_fake
 from planner.capture.operands import is_opaque
@@ -268,17 +268,10 @@ def _size(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int
     return course.calls.total(), course.elements.total()
 
 
-@contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
+def _explained(model: nn.Module) -> AbstractContextManager[None]:
     """Turn any error of a recorded step into a CaptureError of one line."""
-    try:
-        yield
-    except PlannerError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"a step of {type(model).__name__} cannot be followed: {in_one_line(error)}{raised_at(error)}"
-        ) from error
+    said = f"a step of {type(model).__name__} cannot be followed"
+    return failing_as(lambda error: CaptureError(f"{said}: {in_one_line(error)}{raised_at(error)}"))
 
 
 def _described(inputs: Inputs) -> Any:

@@ -75,10 +75,21 @@ def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list
 
     A failure is raised on its own rank; the others raise a PlannerError that names the rank, or says that one is gone.
     """
-    made, failure = _attempt(make)
+    made: Made | None = None
+    failure: Exception | None = None
+    said = ""
+    try:
+        made = make()
+    except Exception as error:  # told to the other ranks first, which would wait otherwise, and raised then
+        failure, said = error, f"{type(error).__name__}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    told = _said(failure) if failure else "", made
-    _exchange(lambda: dist.all_gather_object(everyone, told, group=group))
+    try:
+        dist.all_gather_object(everyone, (said, made), group=group)
+    except RuntimeError as error:
+        raise PlannerError(
+            "a rank went away while the ranks agreed on a plan, or did something else, as one does that has not "
+            f"wrapped its model: {first_line(error)}"
+        ) from error
     if failure is not None:
         raise failure
     for rank, (said, _) in enumerate(everyone):
@@ -99,39 +110,16 @@ def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: 
 
 def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph, group: Any = None) -> Plan:
     """Return the plan that the first rank of a group makes, after checking that this rank's graph can run it."""
-    plan: Plan | None = None
-    failure: Exception | None = None
-    first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    if dist.get_rank() == first:
-        plan, failure = _attempt(make)
-    message = [_said(failure) if failure else "", plan.to_json() if plan else ""]
-    _exchange(lambda: dist.broadcast_object_list(message, src=first, group=group))
-    if failure is not None:
-        raise failure
-    if message[0]:
-        raise PlannerError(f"rank {first}, which plans for all, failed: {message[0]}")
-    if plan is None:
-        plan = Plan.from_json(message[1])
-        plan.schedule_for(graph)  # raises if this rank could not carry it out
+    own: list[Plan] = []
+
+    def made() -> str:
+        if dist.get_rank(group) == 0:
+            own.append(make())
+        return own[0].to_json() if own else ""
+
+    text, *_ = made_by_all(made, "planned for all", group)
+    if own:
+        return own[0]
+    plan = Plan.from_json(text)
+    plan.schedule_for(graph)  # raises if this rank could not carry it out
     return plan
-
-
-def _attempt(function: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
-    try:
-        return function(), None
-    except Exception as error:  # told to the other ranks first, which would wait otherwise, and raised then
-        return None, error
-
-
-def _exchange(collective: Callable[[], None]) -> None:
-    try:
-        collective()
-    except RuntimeError as error:
-        raise PlannerError(
-            "a rank went away while the ranks agreed on a plan, or did something else, as one does that has not "
-            f"wrapped its model: {first_line(error)}"
-        ) from error
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

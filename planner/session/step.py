@@ -20,7 +20,7 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts
 from cost_models.roofline import RooflineCosts
 from planner.analysis import eager_baseline
-from planner.analysis.eager_baseline import Costed, eager_step
+from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import Study
 from planner.capture.autograd_accumulation import sum_in_place
 from planner.capture.cuda_attention import NEWEST, RULES
@@ -58,6 +58,7 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.policy import Policy
+from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import OUTPUTS, SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
@@ -287,7 +288,8 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     joined_costs = in_place.costs(costs)
     if is_compiled:
         joined_costs = results_over_inputs(step.lowered, in_place, joined_costs)
-    single, planned = Costed(step.lowered.graph, costs), Costed(in_place.graph, joined_costs)
+    single = Problem(graph=step.lowered.graph, costs=costs, budget_bytes=0)
+    planned = Problem(graph=in_place.graph, costs=joined_costs, budget_bytes=0)
     return Study(
         graph=planned.graph,
         costs=planned.costs,

@@ -57,15 +57,6 @@ def describe(name: str) -> str:
     return f"{entry.description}; batch {sizes.batch_size}, {extent}, {sizes.layers} {entry.layer_name}, {sizes.dtype}"
 
 
-def layers_of(name: str) -> int:
-    """Return how many layers a model has by default.
-
-    >>> layers_of("llama-7b")
-    32
-    """
-    return _entry(name).sizes.layers
-
-
 def build(
     name: str,
     *,

@@ -29,8 +29,9 @@ from planner.capture.memory import measure_peak
 from planner.common.options import AUTO
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
-from planner.ir.checkpoints import forward_of, region_of, schedule_of
+from planner.ir.checkpoints import region_of, schedule_of
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.layers import is_within
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.module_choices import modules_of
@@ -56,7 +57,9 @@ def eager(study: Study) -> Study:
         for module in (f"{op.module}." for op in study.graph.operations if ".h." in op.module)
         for end in [*re.finditer(r"\.", module)][2:4]
     )
-    regions = (region_of(study.graph, module, forward_of(study.graph, [module])) for module in modules)
+    forward = [(index, op) for index, op in enumerate(study.graph.operations) if op.phase is Phase.FORWARD]
+    inside = {module: [index for index, op in forward if is_within(op.module, module)] for module in modules}
+    regions = (region_of(study.graph, module, operations) for module, operations in inside.items())
     return Study(
         graph=study.graph, costs=study.costs, static_memory=study.static_memory,
         origin=dataclasses.replace(study.origin, runtime="modules"), regions=tuple(r for r in regions if r),

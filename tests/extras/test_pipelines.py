@@ -138,12 +138,6 @@ def test_what_is_left_of_finished_micro_batches():
     assert left_by(last, [Boundary(output_bytes=7, kept_bytes=1)], warm_up=1) == [0, 0, 8, 1, 2]
 
 
-def test_what_one_chunk_hands_to_another_has_a_place_for_each_micro_batch():
-    boundaries = [Boundary(handed_bytes=5), Boundary(sent_bytes=100)]
-    # Two places, of which micro-batches in flight have one or two themselves.
-    assert left_by(TWO_CHUNKS, boundaries) == [10, 5, 5, 0, 100, 105, 105, 205, 210]
-
-
 def test_what_runs_again_before_a_stage_waits_does_so_after_it():
     graph, costs = transformer(2)
     stage = stage_of(graph, costs)

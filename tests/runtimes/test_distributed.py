@@ -21,9 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
-MORE_PIPELINES = (
-    "gpipe", "1f1b_without_outputs", "interleaved", "breadth_first", "zero_bubble", "zero_bubble_v", "dual_pipe_v",
-)  # fmt: skip
+MORE_PIPELINES = ("gpipe", "1f1b_without_outputs", "interleaved", "breadth_first")
 
 RUNS = {
     "two": (
@@ -272,8 +270,8 @@ def test_so_does_every_rank_of_other_schedules(runs: Folders, schedule: str) -> 
 def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path) -> None:
     first, last = results(folder, "pipeline_errors")
     for result in (first, last):
-        assert result["own_weights"]["error"] == "RuntimeUnsupportedError"
-        assert "has a dw_builder, which computes gradients of weights" in result["own_weights"]["message"]
+        assert result["zero_bubble"]["error"] == "RuntimeUnsupportedError"
+        assert "ScheduleZBVZeroBubble runs without a plan only" in result["zero_bubble"]["message"]
         assert result["differ"]["error"] == "PlanMismatchError"
         assert "rank 1 has another pipeline than rank 0: micro-batches is 6 there and 4" in result["differ"]["message"]
         assert "is sharded with FSDP2, and in parts" in result["sharded"]["message"]
@@ -290,7 +288,7 @@ def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:
     own, told = results(folder, "fails_on_rank_0")
     assert own["error"] == "NoPlanFitsError"
     assert told["error"] == "PlannerError"
-    assert told["message"] == f"rank 0, which plans for all, failed: NoPlanFitsError: {own['message']}"
+    assert told["message"] == f"rank 0 failed while it planned for all: NoPlanFitsError: {own['message']}"
 
 
 def test_a_failure_on_another_rank_is_told_to_all(folder: Path) -> None:

@@ -11,7 +11,7 @@ from planner.analysis.study import Study
 from planner.analysis.trade_off.axes import DeviceRow
 from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
-from planner.common.json_reader import attributes
+from planner.common.json_reader import to_data
 from planner.common.registry import did_you_mean
 from planner.errors import UsageError
 from planner.ir.schedule import Schedule
@@ -33,10 +33,6 @@ class Method:
     name: str
     points: tuple[TradeOffPoint, ...]
     reason: str = ""
-
-    def report(self) -> dict[str, Any]:
-        """Return the method as plain data for JSON."""
-        return attributes(self, "name", "points", "reason")
 
 
 def check(names: Sequence[str], runtime: str = "graph") -> None:
@@ -110,5 +106,5 @@ class Answers:
             "batch_sizes": self.curve.batch_sizes.report() if self.curve.batch_sizes else None,
             "seq_lens": self.curve.seq_lens.report() if self.curve.seq_lens else None,
             "devices": [row.report() for row in self.devices],
-            "solvers": [method.report() for method in self.methods],
+            "solvers": to_data(self.methods),
         }

@@ -109,7 +109,7 @@ class _Lowering(StepBuilder):
     def run(self, inputs: list[torch.Tensor]) -> EagerStep:
         candidates = list(self._candidates())
         self._add_operations(candidates)
-        lowered = LoweredGraph(JointGraph.without_graph(inputs), self.finish(), self.operation_nodes, is_eager=True)
+        lowered = LoweredGraph(JointGraph.without_graph(inputs), self.finish(), self.operation_nodes)
         seen = {i: run.workspace_bytes for i, run in zip(self.run_at, self.trace.runs, strict=False)}
         return EagerStep(
             lowered,

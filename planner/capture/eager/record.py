@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
-from planner.capture.failures import in_one_line, raised_at
+from planner.capture.failures import failing_as, in_one_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of, without_logs_of_errors
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, are_dropped, differentiated, run_backward, state_of
@@ -95,12 +95,8 @@ class _Recording:
                 raise CaptureError(self._failed(error) + hint) from error
         if not may_run:
             raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
-        try:
+        with failing_as(lambda error: ForwardError(self._failed(error))):
             return replace(self._recorded(real=True).trace, depends_on_data=depends_on_data)
-        except PlannerError:
-            raise
-        except Exception as error:
-            raise ForwardError(self._failed(error)) from error
 
     def _failed(self, error: Exception) -> str:
         return f"a step of {type(self.model).__name__} fails: {in_one_line(error)}{raised_at(error)}"

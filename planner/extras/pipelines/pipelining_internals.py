@@ -5,23 +5,24 @@ Torch keeps all of this in attributes of its own; nobody else here looks at them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    _ComputationType,
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
 
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.extras.pipelines.schedules import Pass, passes
 
-_FORWARD, _WHOLE = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-_FIRST, _REST = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
+_FORWARD, _BACKWARD = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,6 @@ class RankOfPipeline:
     order: tuple[Pass, ...]
     warm_up: int | None = None
     """Forwards before the first backward, if the schedule is torch's 1F1B; see ``left_by``."""
-    splits: bool = False
-    """Whether the schedule asks for the gradients of inputs and of weights apart."""
 
     @classmethod
     def of(cls, schedule: Any) -> RankOfPipeline:
@@ -57,36 +56,12 @@ class RankOfPipeline:
         if is_single:
             order, warm_up = _single(schedule, stages[0])
             return cls(schedule, stages, order, warm_up)
-        own = next((stage for stage in stages if stage.dw_builder not in (None, _nothing_left)), None)
-        order, splits = _several(schedule, stages)
-        if own is not None and splits:
-            raise RuntimeUnsupportedError(
-                f"stage {own.stage_index} has a dw_builder, which computes gradients of weights, as its plan does: "
-                "leave it out"
-            )
-        return cls(schedule, stages, order, splits=splits)
+        return cls(schedule, stages, _several(schedule, stages))
 
     @property
     def is_single(self) -> bool:
         """Whether each rank has one stage."""
         return isinstance(self.schedule, PipelineScheduleSingle)
-
-    def hands_over(self, stage: Any) -> bool:
-        """Whether the next stage is on this rank too, and takes the output itself in place of a copy that is sent."""
-        return any(other.stage_index == stage.stage_index + 1 for other in self.stages)
-
-    def takes_over(self, stage: Any) -> bool:
-        """Whether the stage before is on this rank too."""
-        return any(other.stage_index == stage.stage_index - 1 for other in self.stages)
-
-    def give_weights_at_once(self) -> None:
-        """Let a schedule that splits backwards find nothing left to do for the gradients of weights.
-
-        That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each part, and a
-        planned stage is one node of it.
-        """
-        for stage in self.stages if self.splits else ():
-            stage.dw_builder = _nothing_left
 
     @property
     def group(self) -> Any:
@@ -133,30 +108,26 @@ def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int 
     raise _unknown(schedule)
 
 
-def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass, ...], bool]:
-    """Return the order of a schedule with several stages on each rank, and whether it splits backwards."""
-    chunk_of = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
-    actions = getattr(schedule, "pipeline_order_with_comms", None)
-    if not actions:
+def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[Pass, ...]:
+    """Return the order of a schedule with several stages on each rank."""
+    if type(schedule) not in (ScheduleInterleaved1F1B, ScheduleLoopedBFS):
         raise _unknown(schedule)
-    # A forward and a backward that overlap are run one after the other.
-    single = [one for action in actions[schedule.rank] for one in (action.sub_actions or (action,))]
-    splits = any(action.computation_type is _REST for action in single)
-    order: list[Pass] = []
-    for action in single:
-        kind = action.computation_type
-        if kind in (_FORWARD, _WHOLE, _FIRST):
-            order.append(Pass(kind is not _FORWARD, chunk_of[action.stage_index], action.microbatch_index))
-    return tuple(order), splits
-
-
-def _nothing_left() -> Callable[..., None]:
-    """Return what computes the gradients of weights that a backward has left, as a ``dw_builder`` does: nothing."""
-    return lambda: None
+    if len(stages) == stages[0].num_stages:
+        raise RuntimeUnsupportedError(
+            "all stages of the pipeline are on this rank: plan the whole model, or start the script on more ranks"
+        )
+    chunk_of = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
+    actions = schedule.pipeline_order_with_comms[schedule.rank]
+    return tuple(
+        Pass(action.computation_type is _BACKWARD, chunk_of[action.stage_index], action.microbatch_index)
+        for action in actions
+        if action.computation_type in (_FORWARD, _BACKWARD)
+    )
 
 
 def _unknown(schedule: Any) -> RuntimeUnsupportedError:
     return RuntimeUnsupportedError(
-        f"what {type(schedule).__name__} holds while it runs is not known: use ScheduleGPipe, Schedule1F1B, "
-        "ScheduleInterleaved1F1B, ScheduleLoopedBFS or a zero-bubble schedule"
+        f"{type(schedule).__name__} runs without a plan only. A planned stage computes all its gradients at once and "
+        "fills no zero bubbles, and what a schedule of your own holds is not known: use ScheduleGPipe, Schedule1F1B, "
+        "ScheduleInterleaved1F1B or ScheduleLoopedBFS"
     )

@@ -234,10 +234,7 @@ class _Rank:
 
     def _boundary(self, stage: Any, inputs: Inputs, graph: TrainingGraph, taken: LossPasses | None) -> Boundary:
         made_bytes = sum(value.size_bytes for value in graph.values if value.retained and value.kind == "output")
-        is_sent_back = not (stage.is_first or self.rank.takes_over(stage))
-        returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * is_sent_back
-        if self.rank.hands_over(stage):
-            return Boundary(handed_bytes=made_bytes, returned_bytes=returned_bytes)
+        returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * (not stage.is_first)
         if taken is None:
             return Boundary(sent_bytes=made_bytes, returned_bytes=returned_bytes)
         kept_bytes = made_bytes * self.return_outputs
@@ -253,9 +250,7 @@ class _Rank:
         count = self.rank.micro_batches
         given_bytes = received_bytes = 0
         for one in self.stages:
-            # What another stage of this rank hands over is that stage's.
-            given = replace(one.inputs, args=()) if self.rank.takes_over(one.stage) else one.inputs
-            given_bytes += count * sum(self.aligned(tensor.nbytes) for tensor in given.tensors())
+            given_bytes += count * sum(self.aligned(tensor.nbytes) for tensor in one.inputs.tensors())
             if not one.stage.is_last:
                 received_bytes += count * self._bytes_of(tensor for tensor in one.outputs if tensor.requires_grad)
             elif isinstance(self.target, torch.Tensor):
@@ -321,9 +316,8 @@ def wrap_pipeline(
     Parameters
     ----------
     schedule : torch.distributed.pipelining schedule
-        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
-        (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
-        stages are made by ``PipelineStage(module, ...)``.
+        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B`` or ``ScheduleLoopedBFS``, with a ``loss_fn``;
+        its stages are made by ``PipelineStage(module, ...)``.
     inputs, labels
         What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, and as
         ``labels`` its ``target`` where the last one is.
@@ -347,7 +341,7 @@ def wrap_pipeline(
     UsageError
         If an argument is wrong.
     RuntimeUnsupportedError
-        For schedules that are not torch's, whose memory is not known, and stages with a ``dw_builder`` of their own.
+        For other schedules: zero bubbles cannot be filled, and what a schedule of your own holds is not known.
     CaptureError, NoPlanFitsError
         If a stage cannot be captured as one graph, or no plan fits this rank.
     PlanMismatchError
@@ -377,7 +371,6 @@ def wrap_pipeline(
     made, stages = planned[0]
     for captured_stage, plan_of_it in zip(stages, made.plans, strict=True):
         _run_planned(captured_stage, plan_of_it)
-    rank.give_weights_at_once()
     return made
 
 

@@ -77,8 +77,6 @@ class Boundary:
     """Its output, if that goes to another device."""
     returned_bytes: int = 0
     """The gradient of its input, if that goes to another device."""
-    handed_bytes: int = 0
-    """Its output, if another chunk of this device takes it: as the place that it has for that, until the next step."""
     output_bytes: int = 0
     """Its output, if that is the model's."""
     kept_bytes: int = 0
@@ -91,11 +89,8 @@ def left_by(order: Sequence[Pass], boundaries: Sequence[Boundary], *, warm_up: i
     A schedule that waits for what it has sent at the end of the step holds all of that until then. One with a
     ``warm_up`` of so many forwards, which is torch's 1F1B, waits earlier: it holds the gradient that it sent last; the
     output that the warm-up sent last but one, until the forwards are over; and the model's output until the next.
-    What is handed over within the device is there for every micro-batch, from this step or from the one before. From
-    a forward to the end of its backward, it is the output of that.
     """
     over: list[Pass] = []
-    in_flight = [0] * len(boundaries)
     left = []
     forwards = sum(not done.is_backward for done in order)
     for done in (*order, None):
@@ -108,10 +103,7 @@ def left_by(order: Sequence[Pass], boundaries: Sequence[Boundary], *, warm_up: i
             held += boundary.returned_bytes
             held += boundary.sent_bytes * (is_steady and 0 <= warm_up - 2 < len(over))
             held += boundary.output_bytes * (not done.is_backward)
-        for count, boundary in zip(in_flight, boundaries, strict=True):
-            held += boundary.handed_bytes * (forwards // len(boundaries) - count)
         left.append(held)
-        if done is not None:
-            in_flight[done.chunk] += -1 if done.is_backward else 1
-            over += [done] * done.is_backward
+        if done is not None and done.is_backward:
+            over.append(done)
     return left
