@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.json_reader import attributes
-from planner.common.options import Offload, Search, chunks_of
+from planner.common.options import Offload, Search
 from planner.common.registry import did_you_mean
 from planner.common.units import Size
-from planner.errors import PlanMismatchError, ScheduleError, UsageError
+from planner.errors import UsageError
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.comparison import Evaluated, evaluate
 from planner.plans.plan import NoPlanFitsError, Plan, header
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
-_SAME_MODEL = ("model", "parameters")
-"""What of two fingerprints must agree for a plan file to be of this model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +26,7 @@ class Audit:
     """A present set-up beside the best plans; whole-device bytes everywhere."""
 
     current: str
-    """The set-up: ``"every-layer"`` for example, or ``"the plan in FILE"``."""
+    """The set-up: ``"every-layer"`` for example."""
     now: Plan
     """What it comes to, as a plan whose budget is its own peak."""
     best: Plan
@@ -41,8 +37,6 @@ class Audit:
     """The best that is known within it."""
     no_plan_fits: NoPlanFitsError | None = None
     """Why there is none."""
-    notes: tuple[str, ...] = ()
-    """What was assumed."""
 
     @property
     def fits(self) -> bool | None:
@@ -57,7 +51,6 @@ class Audit:
             "current": {"name": self.current, **_way(now), "fits": self.fits},
             "same_peak": _best(self.best),
             "budget": None,
-            "notes": list(self.notes),
         }
         if self.budget_bytes is not None:
             report["budget"] = {
@@ -81,44 +74,34 @@ def _best(plan: Plan) -> dict[str, Any]:
     return {"budget_bytes": plan.budget_bytes, **_way(plan), **own}
 
 
-def read_current(current: str | Path | Plan) -> str | Plan:
-    """Return a set-up by its name, or the plan of a file; raise UsageError if it is neither."""
-    if isinstance(current, Plan):
-        return current
-    if isinstance(current, str) and (current == _NONE or strategies.find(current) is not None):
-        return current
-    if Path(current).exists():
-        return Plan.load(current)
-    hint = did_you_mean(str(current), (*_EXAMPLES, *strategies.known()), most=1)
+def check_current(current: str) -> None:
+    """Raise UsageError unless a set-up has this name."""
+    if current == _NONE or strategies.find(current) is not None:
+        return
+    hint = did_you_mean(current, (*_EXAMPLES, *strategies.known()), most=1)
     raise UsageError(
-        f"there is neither a set-up nor a plan file {str(current)!r}; {hint}give {', '.join(_EXAMPLES)}, another of "
-        f"the strategies ({', '.join(strategies.names())}), or a file that 'plan --save' wrote"
+        f"there is no set-up {current!r}; {hint}give {', '.join(_EXAMPLES)}, or another of the strategies "
+        f"({', '.join(strategies.names())})"
     )
 
 
-def audit_study(study: Study, current: str | Path | Plan, search: Search, budget: Size | None = None) -> Audit:
+def audit_study(study: Study, current: str, search: Search, budget: Size | None = None) -> Audit:
     """Set a present set-up beside the best plans of a captured step; see :func:`planner.audit`."""
-    known = read_current(current)
-    if isinstance(known, Plan):
-        name = "the plan given" if isinstance(current, Plan) else f"the plan in {current}"
-        schedule, notes = _schedule_of_plan(study, known)
-    else:
-        name, notes = known, ()
-        try:
-            schedule = Schedule.keep_all(study.graph) if known == _NONE else study.strategy(known)
-        except UsageError as error:
-            raise UsageError(f"{error}, so nothing is {known!r} of it") from error
+    check_current(current)
+    try:
+        schedule = Schedule.keep_all(study.graph) if current == _NONE else study.strategy(current)
+    except UsageError as error:
+        raise UsageError(f"{error}, so nothing is {current!r} of it") from error
     setup = evaluate(
         replace(study.problem(), host=study.unlimited_host()),
         schedule,
-        name,
+        current,
         optimizer_peak_bytes=optimizer_peak_bytes(study.graph, study.static_memory),
     )
     audit = Audit(
         current=setup.name,
         now=_as_plan(study, setup, setup.peak_bytes),
         best=_cheapest(study, setup, setup.peak_bytes, search),
-        notes=notes,
     )
     if budget is None:
         return audit
@@ -148,29 +131,3 @@ def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search)
     if fits and setup.added_seconds < found.added_seconds:
         return _as_plan(study, setup, budget_bytes, 0.0 if found.order else found.lower_bound_seconds)
     return found
-
-
-def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ...]]:
-    """Return the schedule of a plan on a step, and what is assumed with it."""
-    theirs, ours = plan.fingerprint, study.origin.fingerprint
-    differs = [key for key in _SAME_MODEL if key in theirs and key in ours and theirs[key] != ours[key]]
-    if differs:
-        told = "; ".join(f"{key} is {theirs[key]!r} in the plan and {ours[key]!r} here" for key in differs)
-        raise PlanMismatchError(f"the plan is of another model: {told}; name the model that it was made for")
-    if chunks_of(theirs) != chunks_of(ours):
-        raise PlanMismatchError(
-            f"the plan is for a step in {chunks_of(theirs)} chunks, and what it would stand beside is of the step in "
-            "one piece: the plan's own report says what it costs"
-        )
-    schedule = plan.schedule_for(study.graph)
-    try:
-        simulate(study.graph, study.costs, schedule, study.unlimited_host())
-    except ScheduleError as error:
-        raise PlanMismatchError(f"the plan's decisions cannot be carried out on this step: {error}") from error
-    notes = []
-    if plan.runtime != study.origin.runtime:
-        here = "the eager step" if study.origin.runtime == "modules" else "the whole graph"
-        notes.append(f"The plan is for the runtime {plan.runtime!r}; its decisions are simulated on {here}.")
-    if theirs.get("graph") != ours.get("graph"):
-        notes.append("The plan is for other sizes, or another version of torch; its decisions are simulated here.")
-    return schedule, tuple(notes)

@@ -26,18 +26,18 @@ class _Audit(AboutModel):
             "--current",
             metavar="WAY",
             required=True,
-            help="what is done now: none, every-layer, every-2, sqrt, another strategy, or the file of a plan",
+            help="what is done now: none, every-layer, every-2, sqrt, or another strategy",
         )
         group.add_argument("--budget", **SIZE, help="also the best within what the device may hold: 8GiB, 60%%")
         planning, _ = solving_options(parser, limits="for each search")
         add(planning, Runtime, "runtime", runtime={"choices": ("auto", "graph", "modules")})
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner.analysis.audit import read_current
+        from planner.analysis.audit import check_current
         from planner.report.comparisons import render_audit
 
         _asked.check_solving(args)
-        read_current(args.current)
+        check_current(args.current)
         with _asked.working(args) as (progress, loaded):
             from planner.session.studying import audit
 

@@ -171,4 +171,3 @@ def _audit_notes(audit: Audit) -> Iterator[str]:
             f"To use the plan at the same peak: --budget {audit.best.budget_bytes}{runtime}{host}, for 'plan' or "
             "planner.auto_wrap."
         )
-    yield from audit.notes

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from planner.analysis.audit import Audit, audit_study, read_current
+from planner.analysis.audit import Audit, audit_study, check_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
@@ -20,7 +19,6 @@ from planner.capture.model_facts import has_several_ranks
 from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
 from planner.errors import UsageError
-from planner.plans.plan import Plan
 from planner.session.eager_study import study_eager, with_eager
 from planner.session.step import Options, captured, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
@@ -206,7 +204,7 @@ def audit(
     model: nn.Module,
     inputs: Any = None,
     *,
-    current: str | Path | Plan,
+    current: str,
     budget: Budget | Size | None = None,
     loss_fn: LossFunction | None = None,
     training: Training | str = Training(),
@@ -221,14 +219,14 @@ def audit(
     ----------
     model : torch.nn.Module
         Without checkpointing of its own: ``current`` is simulated on it.
-    current : str, path or Plan
+    current : str
         ``"none"``, ``"every-layer"``, ``"every-2"`` (every second block, or another number), ``"sqrt"`` (segments of
-        the forward, about as many as the square root of the places to cut), or a plan, or the file of one.
+        the forward, about as many as the square root of the places to cut), or another strategy.
     budget : int, float or str, optional
         A budget of the whole device; the best plan within it is searched for too.
     runtime : str or Runtime
-        ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step; ``"auto"`` is what a plan
-        that is given is for, if it is one of these, else ``"graph"``.
+        ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step; ``"auto"`` is
+        ``"graph"``.
     search : str or Search
         See :func:`planner.plan`; the time limit is for each of the two searches.
     inputs, loss_fn, training, target, name
@@ -241,7 +239,7 @@ def audit(
     Raises
     ------
     UsageError
-        If an argument is wrong, the model checkpoints itself, or a plan is of another model.
+        If an argument is wrong, or the model checkpoints itself.
     CaptureError
         If the model cannot be captured as one graph.
 
@@ -254,9 +252,8 @@ def audit(
     (0.0, False, 'optimal')
     """
     asked_for = Options.of(locals())
-    known = read_current(current)  # refused before minutes of capture
-    default = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
-    options = options_of_study(asked_for, default)
+    check_current(current)  # refused before minutes of capture
+    options = options_of_study(asked_for, "graph")
     check_solver(options.runtime.name, options.search.solver)
     check_model(model)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,12 +11,11 @@ import pytest
 import torch
 
 import cli
-import cost_models
 import planner
-from planner.analysis.audit import Audit, audit_study, read_current
+from planner.analysis.audit import Audit, audit_study, check_current
 from planner.analysis.study import Study
 from planner.common.options import Search
-from planner.errors import PlanFileError, PlanMismatchError, UsageError
+from planner.errors import UsageError
 from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -97,9 +95,8 @@ def test_the_verdict_at_a_budget() -> None:
 
 
 def test_where_a_solver_finds_nothing_better_the_set_up_stands() -> None:
-    best = study_of().plan(budget="60%", search=planner.Search(time_limit_seconds=1.0))
-    audit = audited(study_of(), best, solver="sqrt")
-    assert audit.best.recompute_seconds == audit.now.recompute_seconds == best.recompute_seconds
+    audit = audited(study_of(), "sqrt", solver="sqrt")
+    assert audit.best.recompute_seconds == audit.now.recompute_seconds > 0
     assert "nothing better is known at the same peak" in answer(audit)
 
 
@@ -109,65 +106,14 @@ def test_the_optimizers_step_counts() -> None:
     assert audit.best.budget_bytes == audit.now.optimizer_peak_bytes and audit.best.overhead == 0
 
 
-def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
-    path = tmp_path / "toy.plan"
-    plan = study_of().plan(budget="70%", search=planner.Search("sqrt", compare=False))
-    plan.save(path)
-    audit = audited(study_of(), path, time_limit_seconds=1.0)
-    assert audit.current == f"the plan in {path}" and not audit.notes
-    assert (audit.now.peak_bytes, audit.now.recompute_seconds) == (plan.peak_bytes, plan.recompute_seconds)
-    larger = study_of(*transformer(4, unit_bytes=2**21))
-    larger = dataclasses.replace(larger, origin=PlanOrigin(fingerprint={**larger.origin.fingerprint, "graph": "b"}))
-    scaled = audited(larger, path, time_limit_seconds=1.0)
-    assert scaled.now.peak_bytes > plan.peak_bytes and "other sizes" in scaled.notes[0]
-
-
-def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> None:
-    study = dataclasses.replace(study_of(), device=cost_models.device("h100"))
-    plan = study.plan(
-        budget=planner.Budget(activations="45%"),
-        offload=planner.Offload(host_budget="1GiB"),
-        search=planner.Search(time_limit_seconds=2, compare=False),
-    )
-    assert plan.offloading is not None and plan.offloading.values
-    audit = audited(study, plan, time_limit_seconds=1.0)
-    assert (audit.now.peak_bytes, audit.now.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
-    assert audit.now.offloading is not None
-    assert audit.now.offloading.host_bytes == plan.offloading.host_bytes
-    assert "--offload --host-budget" in answer(audit) or audit.best.overhead == audit.now.overhead
-
-
-def test_a_plan_in_chunks_is_refused() -> None:
-    plan = study_of().plan(budget="70%", search=planner.Search("sqrt", compare=False))
-    chunked = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
-    with pytest.raises(PlanMismatchError, match="in 4 chunks"):
-        audited(study_of(), chunked)
-
-
-def test_set_ups_that_are_not_known(tmp_path: Path) -> None:
+def test_set_ups_that_are_not_known() -> None:
     for wrong, words in (
         ("every-leyer", "did you mean 'every-layer'"),
         ("every-0", "every-2"),
         ("all", "none, every-layer"),
-        (str(tmp_path / "missing.plan"), "missing.plan"),
     ):
         with pytest.raises(UsageError, match=re.escape(words)):
-            read_current(wrong)
-    (tmp_path / "damaged.plan").write_text('{"schema": 1')
-    with pytest.raises(PlanFileError, match="not a whole plan"):
-        read_current(tmp_path / "damaged.plan")
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    other = dataclasses.replace(study_of(), origin=PlanOrigin(fingerprint={"model": "toys.Other", "parameters": 1}))
-    with pytest.raises(PlanMismatchError, match=r"another model: model is 'toys\.Other' in the plan"):
-        audited(study_of(), other.plan(budget="100%"))
-    deeper = study_of(*transformer(6)).plan(budget="70%", search="sqrt")
-    with pytest.raises(PlanMismatchError, match="does not have"):
-        audited(study_of(), deeper)
-    fixed = tuple(dataclasses.replace(op, recomputable=op.phase is not Phase.FORWARD) for op in GRAPH.operations)
-    with pytest.raises(PlanMismatchError, match="cannot be carried out"):
-        audited(study_of(dataclasses.replace(GRAPH, operations=fixed)), study_of().plan(budget="70%", search="sqrt"))
+            check_current(wrong)
 
 
 def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:
