@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
-from planner.plans.plan import PlanOrigin
+from planner.plans.plan import NoPlanFitsError, PlanOrigin
 from planner.report.comparisons import render_audit
 from tests.example_graphs import Builder, transformer
 from tests.planned import printed
@@ -94,8 +95,10 @@ def test_the_verdict_at_a_budget() -> None:
     assert "no lower bound proven" in answer(unproven)
 
 
-def test_where_a_solver_finds_nothing_better_the_set_up_stands() -> None:
-    audit = audited(study_of(), "sqrt", solver="sqrt")
+def test_where_a_solver_finds_nothing_better_the_set_up_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = NoPlanFitsError("", report={}, minimum_feasible_peak_bytes=0, operation="")
+    monkeypatch.setattr(Study, "plan", Mock(side_effect=error))
+    audit = audited(study_of(), "every-2")
     assert audit.best.recompute_seconds == audit.now.recompute_seconds > 0
     assert "nothing better is known at the same peak" in answer(audit)
 
