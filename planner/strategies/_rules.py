@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.cut_points import turning_point
-from planner.ir.graph import Operation, Phase, operator_name
-from planner.ir.problem import Problem
-from planner.ir.schedule import Offload, Schedule, recompute_lazily
-from planner.ir.simulator import simulate
+from planner.ir.graph import Operation, operator_name
+from planner.ir.schedule import Offload, Schedule
 from planner.solving.segmentations import segmentations
-from planner.solving.transfer_windows import widened
 from planner.strategies._step import StrategyStep
 
 Blocks = Sequence[Sequence[int]]
@@ -86,143 +81,6 @@ def every_second_product(step: StrategyStep, _: int) -> Schedule:
     return step.checkpointed(step.blocks, saved=saved)
 
 
-def core_attention(step: StrategyStep, _: int) -> Schedule:
-    """Checkpoint the attention of each block."""
-    operations = step.graph.operations
-    regions: list[set[int]] = []
-    for block in step.blocks:
-        inside = {index for index in block if is_fused_attention(operations[index])}
-        for index in block:
-            if is_softmax(operations[index]):
-                inside |= _between_products(step, index, block)
-        if inside:
-            regions.append(inside)
-    if not regions:
-        raise step.cannot("has no attention in its blocks")
-    return step.checkpointed(regions, whole=True)
-
-
-def _between_products(step: StrategyStep, softmax: int, block: Sequence[int]) -> set[int]:
-    """Return what runs from the batched product before a softmax to the one after it; nothing if there are no such."""
-    graph = step.graph
-
-    def before(index: int) -> list[int]:
-        return [graph.producer[value] for value in graph.operations[index].inputs]
-
-    def after(index: int) -> list[int]:
-        return [reader for value in graph.operations[index].outputs for reader in graph.readers[value]]
-
-    up, down = _up_to_products(step, softmax, block, before), _up_to_products(step, softmax, block, after)
-    ends = (any(is_batched_product(graph.operations[index]) for index in found) for found in (up, down))
-    return up | down if all(ends) else set()
-
-
-def _up_to_products(
-    step: StrategyStep, start: int, block: Sequence[int], next_to: Callable[[int], list[int]]
-) -> set[int]:
-    """Go from an operation to its neighbours on one side as far as the first products, which are taken too."""
-    operations = step.graph.operations
-    inside, found, pending = set(block), {start}, [start]
-    while pending:
-        for index in next_to(pending.pop()):
-            if index in inside and index not in found and operations[index].phase is Phase.FORWARD:
-                if is_product(operations[index]) and not is_batched_product(operations[index]):
-                    continue
-                found.add(index)
-                if not is_product(operations[index]):
-                    pending.append(index)
-    return found
-
-
-def output_discarding(step: StrategyStep, _: int) -> Schedule:
-    """Recompute outputs of layer norms and activation functions when they are needed."""
-    graph = step.graph
-    discarded = [
-        value
-        for block in step.blocks
-        for index in _norms_and_activations(step, block)
-        if graph.operations[index].recomputable
-        for value in graph.operations[index].outputs
-    ]
-    if not discarded:
-        raise step.cannot("has neither layer norms nor activation functions in its blocks")
-    return recompute_lazily(graph, {turning_point(graph): discarded})
-
-
-def _norms_and_activations(step: StrategyStep, block: Sequence[int]) -> list[int]:
-    """Return both, an activation with the rest of its module if that does little else: a gate, its parts."""
-    operations = [step.graph.operations[index] for index in block]
-    modules = {operation.module for operation in operations if is_activation(operation)}
-    modules -= {
-        operation.module for operation in operations if is_product_or_attention(operation) or is_softmax(operation)
-    }
-    modules.discard(step.layers.of[block[0]])
-    return [
-        index
-        for index, operation in zip(block, operations, strict=True)
-        if is_layer_norm(operation) or is_activation(operation) or operation.module in modules
-    ]
-
-
-def searched_count(step: StrategyStep, budget_bytes: int) -> int | None:
-    """Return the number of blocks that halving comes to; None if it comes to none that keeps the device's budget.
-
-    O(log(blocks) x runs).
-    """
-    counts = range(len(step.blocks) + 1)
-    found = bisect_left(counts, True, key=lambda count: peak_bytes(step, count) <= budget_bytes)
-    return found if found in counts else None
-
-
-def peak_bytes(step: StrategyStep, count: int) -> int:
-    """Return the peak on the device with so many blocks checkpointed."""
-    schedule = step.checkpointed(step.blocks[:count], whole=True)
-    return simulate(step.graph, step.costs, schedule).peak_bytes + step.graph.total_static_bytes
-
-
-def within_share_of_peak(step: StrategyStep, percent: int) -> Schedule:
-    """Checkpoint as many first blocks as a search by halves finds for a share of the peak."""
-    count = searched_count(step, peak_bytes(step, 0) * percent // 100)
-    if count is None:
-        raise step.cannot(f"has no number of blocks to checkpoint that the search finds to keep {percent}% of the peak")
-    return step.checkpointed(step.blocks[:count], whole=True)
-
-
-def entering_blocks(step: StrategyStep) -> list[int]:
-    """Return the values that each block is made again from, and no other block is."""
-    return [*chain(*step.entering(step.regions(step.blocks)))]
-
-
-def policy(saveable: Callable[[Operation], bool]) -> Callable[[StrategyStep, int], Schedule]:
-    """Return the rule that keeps what some operations give, and recomputes the rest of the forward."""
-    return lambda step, _: _keeping(step, outputs_of(step, saveable))
-
-
-def outputs_of(step: StrategyStep, by: Callable[[Operation], bool]) -> set[int]:
-    """Return the values that operations of a kind give."""
-    return {value for operation in step.graph.operations if by(operation) for value in operation.outputs}
-
-
-def _keeping(step: StrategyStep, kept: Collection[int]) -> Schedule:
-    """Make again what the backward reads of all other values of the forward."""
-    graph = step.graph
-    turn = turning_point(graph)
-    dropped = [
-        value
-        for operation in graph.operations[:turn]
-        if operation.recomputable
-        for value in operation.outputs
-        if value not in kept
-    ]
-    return recompute_lazily(graph, {turn: dropped})
-
-
-def policy_offloading(step: StrategyStep, values: Iterable[int]) -> Schedule:
-    """Keep some values on the host, and recompute the rest of the forward."""
-    moved = set(filter(step.is_saved_freely, values))
-    return _hiding(step, offloaded(step, _keeping(step, moved), moved))
-
-
 def offloaded(
     step: StrategyStep, schedule: Schedule, values: Iterable[int], returns: Mapping[int, int] | None = None
 ) -> Schedule:
@@ -281,12 +139,6 @@ def _begin(schedule: Schedule, region: Region) -> int:
     return first_run
 
 
-def _hiding(step: StrategyStep, schedule: Schedule) -> Schedule:
-    """Let transfers take the time that they can have without another peak."""
-    problem = Problem(graph=step.graph, costs=tuple(step.costs), budget_bytes=0, host=step.host)
-    return widened(replace(problem, budget_bytes=problem.evaluate(schedule).peak_bytes), schedule)
-
-
 def save_on_cpu(step: StrategyStep, _: int) -> Schedule:
     """Let all that the forward saves wait on the host."""
     return offloaded(step, Schedule.keep_all(step.graph), filter(step.is_saved_freely, range(len(step.graph.values))))
@@ -316,14 +168,6 @@ is_linear = _is_one_of("mm", "addmm", "_scaled_mm", "linear")
 is_batched_product = _is_one_of("bmm", "baddbmm")
 """Whether it is a matrix product for each entry of a batch, as in attention that is not fused."""
 
-is_softmax = _is_one_of("_softmax", "_safe_softmax", "softmax")
-"""Whether it is a softmax, not its logarithm."""
-
-is_activation = _is_one_of(
-    "elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh"
-)
-"""Whether it is an activation function."""
-
 
 def is_product(operation: Operation) -> bool:
     """Whether it is a matrix product or a convolution."""
@@ -338,17 +182,3 @@ def is_fused_attention(operation: Operation) -> bool:
 def is_product_or_attention(operation: Operation) -> bool:
     """Whether it is what selective checkpointing usually keeps."""
     return is_product(operation) or is_fused_attention(operation)
-
-
-def is_batch_norm(operation: Operation) -> bool:
-    """Whether it is a batch norm."""
-    return "batch_norm" in operator(operation)
-
-
-def is_layer_norm(operation: Operation) -> bool:
-    """Whether it is a layer norm or an RMS norm, or a part of one: then its module is called so."""
-    name = operator(operation)
-    if "layer_norm" in name or "rms_norm" in name:
-        return True
-    module = operation.module.rpartition(".")[2]
-    return _NORM_MODULE.search(module) is not None and not is_product(operation) and not is_batch_norm(operation)

@@ -55,10 +55,7 @@ class StrategyStep:
         self, insides: Iterable[Collection[int]], *, saved: Saved | None = None, whole: bool = False
     ) -> list[Region]:
         """Return the regions of :meth:`checkpointed`, without those of which nothing would run again."""
-        found = (
-            self._whole(inside, saved) if whole else region_of(self.graph, "", inside, saved=saved)
-            for inside in insides
-        )
+        found = (self._whole(inside) if whole else region_of(self.graph, "", inside, saved=saved) for inside in insides)
         return [region for region in found if region is not None]
 
     def entering(self, regions: Sequence[Region]) -> list[list[int]]:
@@ -79,7 +76,7 @@ class StrategyStep:
         found = self.graph.values[value]
         return made_by.phase is Phase.FORWARD and found.size_bytes > 0 and not found.retained
 
-    def _whole(self, inside: Collection[int], saved: Saved | None) -> Region | None:
+    def _whole(self, inside: Collection[int]) -> Region | None:
         """Return a region that runs again before its own backward first reads what it made, or else begins."""
         operations = self.graph.operations
         modules = {operations[index].module for index in inside}
@@ -88,14 +85,10 @@ class StrategyStep:
         if not own:
             return None
         before = next((index for index in own if not made.isdisjoint(operations[index].inputs)), own[0])
-        needed = region_of(self.graph, "", inside, saved=saved)
+        needed = region_of(self.graph, "", inside)
         if needed is not None:
             before = min(before, needed.recompute_before)
-        again = tuple(
-            index
-            for index in sorted(inside)
-            if operations[index].recomputable and not (saved is not None and saved(operations[index]))
-        )
+        again = tuple(index for index in sorted(inside) if operations[index].recomputable)
         return Region(module="", hold=None, recompute=again, recompute_before=before, release_at=before)
 
 

@@ -94,7 +94,7 @@ def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does(step: Study
     plan = step.plan(budget=planner.Budget(strategy="save-on-cpu"), search=planner.Search(time_limit_seconds=1))
     assert plan.offloading is not None
     assert max(value.size_bytes for value in plan.offloading.values) < 2**20, "none would be offloaded by default"
-    found = audit_study(step, plan, Search(time_limit_seconds=1))
+    found = audit_study(step, "save-on-cpu", Search(time_limit_seconds=1))
     assert found.now.peak_bytes == plan.peak_bytes and found.best.offloading is not None
     assert max(plan.lower_bound_overhead, found.best.lower_bound_overhead) <= found.best.overhead <= plan.overhead
 

@@ -20,8 +20,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
 from planner.report.comparisons import render_audit
-from planner.strategies import StrategyStep, _rules
-from planner.strategies._rules import peak_bytes, searched_count
+from planner.strategies import _rules
 from tests.example_graphs import Builder, transformer
 from tests.planned import printed
 
@@ -87,7 +86,6 @@ def recomputed(name: str, graph: TrainingGraph | None = None, **kind: str) -> di
 
 
 ALL = range(4)
-EACH_AT_ITS_OWN_NEED = {backward(i): forward(i, 2) for i in ALL} | {backward(i) + 2: forward(i, 0) for i in ALL}
 BY_HAND: dict[str, dict[int, tuple[int, ...]]] = {
     # What a block's backward needs runs again when it first needs any of it; the product at its end does not.
     "pytorch-checkpoint": {backward(i): forward(i, 0, 1, 2) for i in ALL},
@@ -104,16 +102,9 @@ BY_HAND: dict[str, dict[int, tuple[int, ...]]] = {
     "selective": {backward(i): forward(i, 0, 2) for i in ALL},
     "torchtitan-selective": {backward(i): forward(i, 0, 2) for i in ALL},
     # Where autograd is entered anew, the product at the end runs again too.
-    "tensorflow-recompute-grad": {backward(i): forward(i, *ALL) for i in ALL},
-    "oneflow": {backward(i): forward(i, *ALL) for i in ALL},
     "megatron-uniform-2": {backward(i + 1): forward(i, *range(8)) for i in (0, 2)},
     "megatron-block-1": {backward(0): forward(0, *ALL)},
     "megatron-block-9": {backward(i): forward(i, *ALL) for i in ALL},
-    "megatron-output-discarding": EACH_AT_ITS_OWN_NEED,
-    "jax-dots-saveable": EACH_AT_ITS_OWN_NEED,
-    "jax-dots-with-no-batch-dims-saveable": EACH_AT_ITS_OWN_NEED,
-    # The first need needs all that came before.
-    "jax-nothing-saveable": {backward(3): forward(0, *range(15))},
 }
 
 
@@ -138,87 +129,11 @@ def test_the_baselines_are_the_same_thing() -> None:
         assert strategies.schedule(name, GRAPH, COSTS) == every_nth_layer(GRAPH, n)
 
 
-def test_oneflow_keeps_batch_norms() -> None:
-    assert recomputed("oneflow", norm="native_batch_norm") == {backward(i): forward(i, 1, 2, 3) for i in ALL}
-
-
 def test_torchtitan_keeps_every_second_product() -> None:
     before = strategies.schedule("torchtitan-selective", GRAPH, COSTS).recomputations()
     again = {GRAPH.operations[index].module.rpartition("h.0.")[2] for index in before[max(before)]}
     assert {"attn.c_proj", "ln_1", "mlp.1", "ln_2"} <= again
     assert again.isdisjoint({"attn", "attn.c_attn", "mlp.0", "mlp.2"})
-
-
-def attention(blocks: int = 2) -> TrainingGraph:
-    """Blocks of six operations with attention that is not fused: q, scores, softmax, dropout, mixed, projected."""
-    b = Builder()
-    x = b.add("given", [], [0], seconds=0.0, recomputable=False)[0]
-    made = []
-    for i in range(blocks):
-        block = f"h.{i}.attn"
-        q = b.add("aten.addmm.default", [x], [64], module=f"{block}.q")[0]
-        s = b.add("aten.bmm.default", [q], [640], module=block)[0]
-        p = b.add("aten._softmax.default", [s], [640], module=block)[0]
-        d, mask = b.add("aten.native_dropout.default", [p], [640, 192], module=f"{block}.drop", state_bytes=64)
-        o = b.add("aten.bmm.default", [d, q], [64], module=block)[0]
-        made.append((x, q, p, d, mask, o))
-        x = b.add("aten.addmm.default", [o], [64], module=f"{block}.out")[0]
-    g = b.add("tangent", [x], [64], phase=Phase.LOSS, kind="tangent", retained=True, seconds=0.0)[0]
-    for i in reversed(range(blocks)):
-        block = f"h.{i}.attn"
-        x, q, p, d, mask, o = made[i]
-        for module, saved in (
-            (f"{block}.out", [o]), (block, [d, q]), (f"{block}.drop", [mask]), (block, [p]), (block, [q]),
-            (f"{block}.q", [x]),
-        ):  # fmt: skip
-            g = b.add("aten.backward.default", [g, *saved], [64], module=module, phase=Phase.BACKWARD)[0]
-    return b.graph("attention", {})
-
-
-def test_core_attention_runs_from_product_to_product() -> None:
-    # Before the backward of the second product: the projection's, which reads what is kept, comes first.
-    assert recomputed("megatron-selective", attention()) == {15: (8, 9, 10, 11), 21: (2, 3, 4, 5)}
-
-
-def test_batched_products_differ_between_policies() -> None:
-    graph = attention(1)
-    assert recomputed("jax-dots-saveable", graph) == {9: (3, 4)}
-    assert recomputed("jax-dots-with-no-batch-dims-saveable", graph) == {8: (2, 3, 4, 5)}
-
-
-def test_fused_attention_runs_again_though_little_is_gained() -> None:
-    """It is run for its own backward, whether or not anything was dropped."""
-    schedule = strategies.schedule("megatron-selective", GRAPH, COSTS)
-    again = [GRAPH.operations[index] for indices in schedule.recomputations().values() for index in indices]
-    assert [op.module for op in again] == [f"transformer.h.{i}.attn" for i in (3, 2, 1, 0)]
-    whole = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH))
-    assert simulate(GRAPH, COSTS, schedule).peak_bytes == whole.peak_bytes
-
-
-# The search for a number.
-
-
-def test_the_peak_is_not_monotone_in_the_number_and_the_search_fails() -> None:
-    """Running the last block again needs its workspace when the gradient of the head is already there."""
-    step = StrategyStep(*chain(last_workspace=24, head_gradient=12))
-    peaks = [peak_bytes(step, count) for count in range(5)]
-    assert peaks[0] > peaks[1] > peaks[2] > peaks[3] < peaks[4]
-    budget_bytes = peaks[3]
-    assert [peak <= budget_bytes for peak in peaks] == [False, False, False, True, False]
-    assert searched_count(step, budget_bytes) is None
-    percent = -(-100 * budget_bytes // peaks[0])
-    assert peaks[0] * percent // 100 < min(peaks[2], peaks[4])
-    with pytest.raises(UsageError, match=rf"chain has no number of blocks .* {percent}%"):
-        strategies.schedule(f"binary-search-{percent}", step.graph, step.costs)
-
-
-def test_where_the_peak_is_monotone_the_search_finds_the_smallest_number() -> None:
-    step = StrategyStep(*transformer(6))
-    peaks = [peak_bytes(step, count) for count in range(7)]
-    assert peaks == sorted(peaks, reverse=True)
-    for budget_bytes in (*peaks, peaks[2] - 1, peaks[-1] - 1):
-        fitting = [count for count, peak in enumerate(peaks) if peak <= budget_bytes]
-        assert searched_count(step, budget_bytes) == (fitting[0] if fitting else None)
 
 
 # What waits on the host: by the operation that makes it, before which operation it leaves, and before which it returns.
@@ -241,7 +156,7 @@ INPUTS = {4 * i: (2 + 4 * i, 1 + 4 * i) for i in (1, 2, 3)}
 def test_inputs_of_blocks_wait_on_the_host(name: str) -> None:
     assert moves(name) == INPUTS
     graph, costs = chain()
-    ways = {"deepspeed-cpu-checkpointing": "tensorflow-recompute-grad", "offloaded-checkpoint": "pytorch-checkpoint"}
+    ways = {"deepspeed-cpu-checkpointing": "megatron-block-9", "offloaded-checkpoint": "pytorch-checkpoint"}
     assert strategies.schedule(name, graph, costs, HOST).order == strategies.schedule(ways[name], graph, costs).order
 
 
@@ -258,15 +173,6 @@ def test_save_on_cpu_sends_all_that_the_backward_reads() -> None:
     assert moves("save-on-cpu").keys() == {index for index in read if index and graph.operations[index].name}
     graph, costs = chain()
     assert not strategies.schedule("save-on-cpu", graph, costs, HOST).recomputations()
-
-
-def test_jax_offloads_what_it_would_else_keep() -> None:
-    assert moves("jax-save-and-offload-only-these-names").keys() == INPUTS.keys()
-    products = {2 + 4 * i for i in ALL} | {4 * i for i in (1, 2, 3)}
-    assert moves("jax-offload-dot-with-no-batch-dims").keys() == products
-    graph, costs = chain()
-    kept = strategies.schedule("jax-dots-with-no-batch-dims-saveable", graph, costs)
-    assert strategies.schedule("jax-offload-dot-with-no-batch-dims", graph, costs, HOST).order == kept.order
 
 
 def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
@@ -292,9 +198,8 @@ def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
 
 
 ELSEWHERE = {
-    "binary-search", "sqrt",  # a search for a number, and a rule that is tested with the solvers
-    "megatron-selective", "save-on-cpu", "jax-save-and-offload-only-these-names", "jax-offload-dot-with-no-batch-dims",
-    "deepspeed-cpu-checkpointing", "offloaded-checkpoint", "unsloth",
+    "sqrt",  # a rule that is tested with the solvers
+    "save-on-cpu", "deepspeed-cpu-checkpointing", "offloaded-checkpoint", "unsloth",
 }  # fmt: skip
 """Those that have tests of their own."""
 
@@ -331,9 +236,6 @@ def test_what_does_not_apply_says_why() -> None:
         flat.strategy("pytorch-checkpoint")
     with pytest.raises(UsageError, match="cannot be cut"):
         flat.strategy("sqrt")
-    assert flat.strategy("jax-nothing-saveable")
-    with pytest.raises(UsageError, match="chain has no attention in its blocks"):
-        recomputed("megatron-selective")
     with pytest.raises(UsageError, match="chain has 4 blocks, and not 5"):
         recomputed("checkpoint-sequential-5")
 
@@ -355,7 +257,7 @@ def test_names_with_numbers() -> None:
 def test_audit_and_what_if_take_every_name() -> None:
     audit = audit_study(study_of(), "chunked-2", Search("sqrt"))
     assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
-    ways.check(["megatron-block-3", "jax-dots-saveable", "sqrt", "every-layer"])
+    ways.check(["megatron-block-3", "sqrt", "every-layer"])
     assert ways.is_strategy("megatron-block-3") and not ways.is_strategy("sqrt")
 
 
