@@ -51,6 +51,21 @@ class Stack(nn.Module):
         return mean_square(x) if self.has_loss else x
 
 
+class OneLinear(nn.Module):
+    """A linear layer; what a test does with it stands in its forward."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+
+class Trained(nn.Sequential):
+    """Layers one after the other and a loss, so that nothing is outside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(super().forward(x))
+
+
 class DependingOnData(Stack):
     """Cannot be captured: what runs depends on data."""
 

@@ -350,7 +350,11 @@ def _accelerator() -> torch.device:
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
+    made = alike(tensor, device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def alike(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return a leaf that lies in memory as a tensor does, by default on its device, of any numbers."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
     return made.requires_grad_(tensor.requires_grad)

@@ -243,13 +243,6 @@ LIMIT_BYTES = 64 << 20
 """How large the measurements of all places together may become."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    place: str
-    took: dict[str, Measurement]
-    """By a digest of the signature."""
-
-
 def found_before(place: str) -> dict[str, Measurement]:
     """Return what is kept for a place, by a digest of the signature."""
     return cache_folder.find(KIND, _digest(place), partial(_read, place), LIMIT_BYTES) or {}
@@ -259,8 +252,9 @@ def keep(place: str, found: Mapping[str, Measurement]) -> None:
     """Add measurements, likewise, to those of a place: machine, device, threads and version of torch."""
     if found:
         both = {**found_before(place), **found}
-        file = _File(place=place, took=dict([*both.items()][-MOST:]))
-        cache_folder.keep(KIND, _digest(place), json.dumps(to_data(file), allow_nan=False), LIMIT_BYTES)
+        took = to_data(dict([*both.items()][-MOST:]))
+        text = json.dumps({"place": place, "took": took}, allow_nan=False)
+        cache_folder.keep(KIND, _digest(place), text, LIMIT_BYTES)
 
 
 def _digest(name: str) -> str:
@@ -269,7 +263,7 @@ def _digest(name: str) -> str:
 
 
 def _read(place: str, text: str) -> dict[str, Measurement]:
-    file = parse(text, "file of measurements").read(_File)
-    if file.place != place:
+    root = parse(text, "file of measurements")
+    if root["place"].read(str) != place:
         raise UsageError("not what was written")
-    return file.took
+    return root["took"].read(dict[str, Measurement])

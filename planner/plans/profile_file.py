@@ -9,7 +9,7 @@ from pathlib import Path
 from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.common import json_reader
 from planner.common.atomic import write_text
-from planner.common.json_reader import attributes, parse, to_data
+from planner.common.json_reader import parse, to_data
 from planner.common.program import program
 from planner.errors import PlanFileError, ProfileFileError
 
@@ -32,17 +32,6 @@ class _Operation:
     dtype: str
     flops: int
     moved_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    model: str
-    device: str
-    torch: str
-    date: str
-    inputs: tuple[tuple[int, ...], ...]
-    measurements: tuple[_Measurement, ...]
-    operations: tuple[_Operation, ...]
 
 
 def save(profile: Profile, path: str | Path) -> None:
@@ -92,21 +81,21 @@ def from_json(text: str) -> Profile:
         raise PlanFileError(f"this is no profile; '{program()} profile MODEL --output FILE' writes one")
     if (schema := root["schema"].read(int)) != SCHEMA:
         raise PlanFileError(f"the profile is of schema {schema}, and schema {SCHEMA} is what can be read here")
-    file = root.read(_File)
-    signatures = [row.signature for row in file.measurements]
+    measurements = root["measurements"].read(tuple[_Measurement, ...])
+    signatures = [row.signature for row in measurements]
     operations = []
-    for row in file.operations:
+    for row in root["operations"].read(tuple[_Operation, ...]):
         data = to_data(row)
         number = data.pop("measurement")
         if number is not None and number >= len(signatures):
             raise PlanFileError(f"an operation names measurement {number} of {len(signatures)}")
         operations.append(ProfiledOperation(signature="" if number is None else signatures[number], **data))
     return Profile(
-        **attributes(file, "model", "device", "torch", "date"),
-        inputs=file.inputs,
+        **{key: root[key].read(str) for key in ("model", "device", "torch", "date")},
+        inputs=root["inputs"].read(tuple[tuple[int, ...], ...]),
         measurements={
             row.signature: Measurement(seconds=row.seconds, runs=row.runs, workspace_bytes=row.workspace_bytes)
-            for row in file.measurements
+            for row in measurements
         },
         operations=tuple(operations),
     )

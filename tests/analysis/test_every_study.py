@@ -13,8 +13,8 @@ import planner
 from planner.analysis.study import Study
 from planner.common.options import grouped
 from planner.errors import UsageError
+from tests.models import WIDTH
 
-WIDTH = 32
 RUNTIMES = ("graph", "modules")
 
 

@@ -18,9 +18,8 @@ from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.ir.layers import find_layers
 from planner.zoo.modules import MiniGPT
+from tests.models import WIDTH
 from tests.tiers import tiered
-
-WIDTH = 32
 
 
 class Perceptron(nn.Module):

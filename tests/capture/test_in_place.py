@@ -10,6 +10,7 @@ from torch.nn import functional
 import planner
 from planner.capture.torch_internals import form_in_place
 from planner.ir.graph import named_by, operator_name
+from tests.models import OneLinear
 from tests.runtimes.steps import assert_same, beside, measured_bytes, train
 from tests.tiers import tiered
 
@@ -75,22 +76,18 @@ def test_without_recompute_a_step_with_many_classes_needs_less_than_eager() -> N
     assert plan.peak_bytes - plan.total_static_bytes < 0.85 * eager_bytes
 
 
-class ReadTwice(nn.Module):
+class ReadTwice(OneLinear):
     """What an activation reads is read again, so it stays."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
+        y = self.linear(x)
         return (functional.gelu(y) * y.sin()).sum()
 
 
 def test_what_others_read_stays() -> None:
-    found = joins(ReadTwice(), torch.randn(32, WIDTH))
+    found = joins(ReadTwice(WIDTH), torch.randn(32, WIDTH))
     assert not {each for each in found if each[0] == "addmm"}
-    assert_carried_out(ReadTwice(), torch.randn(32, WIDTH))
+    assert_carried_out(ReadTwice(WIDTH), torch.randn(32, WIDTH))
 
 
 class Overwritten(nn.Module):
@@ -130,22 +127,18 @@ remembers.register_autograd(lambda ctx, gradient: gradient * 2.0)
 KEPT: list[torch.Tensor] = []
 
 
-class Foreign(nn.Module):
+class Foreign(OneLinear):
     """An operator from elsewhere that keeps what it gives."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(remembers(self.layer(x))).sum()
+        return functional.relu(remembers(self.linear(x))).sum()
 
 
 def test_what_an_operator_from_elsewhere_makes_stays() -> None:
     torch.manual_seed(0)
-    model, planned = beside(Foreign(), activation_budget="100%", deterministic=True)
+    model, planned = beside(Foreign(WIDTH), activation_budget="100%", deterministic=True)
     planned(x := torch.randn(32, WIDTH))
-    assert any(torch.equal(kept, model.layer(x) * 2.0) for kept in KEPT), "it was written over"
+    assert any(torch.equal(kept, model.linear(x) * 2.0) for kept in KEPT), "it was written over"
 
 
 @pytest.mark.parametrize(
@@ -201,15 +194,11 @@ def test_places_are_written_into_what_is_there_as_in_eager(how: str) -> None:
 
 
 def test_what_is_written_into_places_is_not_written_over() -> None:
-    class Source(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
+    class Source(OneLinear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             places = torch.arange(len(x)).flip(0)[:, None].expand(-1, WIDTH)
-            return x.scatter_add(0, places, self.layer(x)).square().sum()
+            return x.scatter_add(0, places, self.linear(x)).square().sum()
 
     x = torch.randn(96, WIDTH)
-    assert not any("scatter_add" in each for each in joins(Source(), x))
-    assert_carried_out(Source(), x)
+    assert not any("scatter_add" in each for each in joins(Source(WIDTH), x))
+    assert_carried_out(Source(WIDTH), x)

@@ -18,6 +18,7 @@ from planner import zoo
 from planner.capture import fake_mode
 from planner.capture.model_facts import kinds_of
 from planner.errors import CaptureError
+from tests.models import Stack
 
 CODE = """\
 import torch
@@ -114,24 +115,15 @@ def test_a_model_of_the_zoo_has_lines() -> None:
     assert any(operation.source.startswith("planner/zoo") for operation in graph.operations)
 
 
-class _LooksUp(nn.Module):
+class _LooksUp(Stack):
     """Models of diffusers look attributes up by themselves, and Dynamo then names their modules otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
 
     def __getattr__(self, name: str) -> object:
         return super().__getattr__(name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
-
 
 def test_modules_have_their_names_where_a_model_looks_attributes_up_itself() -> None:
-    model = _LooksUp()
+    model = _LooksUp(block=lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     graph = planner.study(model, torch.randn(4, 8)).graph
     assert {o.module for o in graph.operations} <= {name for name, _ in model.named_modules()}
     assert "blocks.1.0" in {o.module for o in graph.operations}

@@ -17,6 +17,7 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import FakeTensor
 from planner.common.options import grouped
+from tests.models import OneLinear
 from tests.tiers import tiered
 
 TABLES: dict[int, torch.Tensor] = {}
@@ -66,23 +67,8 @@ def test_nothing_of_a_recording_is_kept(recwarn: pytest.WarningsRecorder) -> Non
     assert not recwarn.list
 
 
-class Net(nn.Module):
-    """Blocks that keep a table each time that they are asked for another size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+class Block(OneLinear):
+    """Keeps a table each time that it is asked for another size."""
 
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def table(self, size: int) -> torch.Tensor:
@@ -99,7 +85,7 @@ class Block(nn.Module):
 )
 def test_a_planned_model_computes_with_data(runtime: str, loss_fn: Any) -> None:
     """Not a recorded step alone runs a model without data: so do a loss that is measured, and the search for blocks."""
-    model, x = Net(), torch.randn(64, 8)
+    model, x = nn.Sequential(*(Block(8) for _ in range(3))), torch.randn(64, 8)
     planner.plan(model, x, budget="1GiB", runtime=runtime, search=planner.Search(compare=False), loss_fn=loss_fn)
     assert not isinstance(model(x), FakeTensor)
 
@@ -126,17 +112,13 @@ def test_what_was_kept_before_is_kept_still() -> None:
 def test_what_cannot_be_taken_back_is_said() -> None:
     held: list[Any] = []
 
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Hidden(OneLinear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             held.append(self.linear(x))
             return held[-1].sum()
 
     with pytest.warns(UserWarning, match="Hidden keeps tensors of a step that was recorded without data"):
-        record(Hidden(), Inputs((torch.randn(4, 8),), {}))
+        record(Hidden(8), Inputs((torch.randn(4, 8),), {}))
 
 
 class Writing(nn.Module):

@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, until_stopped
 from planner.capture.symbolic import OtherProgramError, SizedFloat, SizedInt, Sizes, at_sizes
 from planner.capture.torch_internals import with_symbolic_sizes
-from tests.models import WIDTH, mean_square
+from tests.models import WIDTH, OneLinear, mean_square
 
 aten = torch.ops.aten
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Scaled(OneLinear):
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).flatten(0, 1) * x.shape[1] ** -0.5
         return mean_square(y.unflatten(0, (-1, x.shape[1]))[:, 0:] * weights)

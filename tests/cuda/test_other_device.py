@@ -10,6 +10,7 @@ import planner
 from planner.common.options import grouped
 from planner.errors import UsageError
 from tests.cuda import gpu
+from tests.models import OneLinear
 
 gpu.required()
 
@@ -28,19 +29,15 @@ def _(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like)
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(64, 64)
-
+class Noisy(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.mix(x)) * noise(x.detach())
+        return torch.tanh(self.linear(x)) * noise(x.detach())
 
 
 class Tower(nn.Module):
     def __init__(self, *, by_name: bool = False, gives_host: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Noisy() for _ in range(6))
+        self.blocks = nn.ModuleList(Noisy(64) for _ in range(6))
         self.by_name, self.gives_host = by_name, gives_host
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

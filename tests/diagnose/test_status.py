@@ -16,23 +16,18 @@ from torch import nn
 import planner
 from planner.report import progress
 from planner.session.capture_progress import log_progress
-from tests.models import Stack
+from tests.models import Stack, Trained
 
 SCALARS = 256
 """Bytes of the loss and its gradient, whose places the profiler need not see."""
 
 
-class Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x).square().mean()
+def trained() -> Trained:
+    return Trained(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
 
 
 def test_a_step_that_keeps_its_promise_is_what_was_promised() -> None:
-    model = planner.auto_wrap(Loss(), budget="70%")
+    model = planner.auto_wrap(trained(), budget="70%")
     x = torch.randn(512, 64)
     model(x).backward()
     model.zero_grad()
@@ -54,7 +49,7 @@ def test_a_step_that_keeps_its_promise_is_what_was_promised() -> None:
 
 
 def test_a_profiler_of_ones_own_is_not_in_the_way() -> None:
-    model, x = planner.auto_wrap(Loss(), budget="70%"), torch.randn(512, 64)
+    model, x = planner.auto_wrap(trained(), budget="70%"), torch.randn(512, 64)
     model(x).backward()
     planner.status(model)
     for _ in range(3):
@@ -90,7 +85,7 @@ def test_what_breaks_a_promise_is_warned_of() -> None:
 
 
 def test_a_call_that_is_captured_anew_is_not_recorded() -> None:
-    model = planner.auto_wrap(Loss(), torch.randn(512, 64), budget="70%")
+    model = planner.auto_wrap(trained(), torch.randn(512, 64), budget="70%")
     planner.status(model)
     with warnings.catch_warnings(action="error"):  # among them: a profiler is running
         for rows in (512, 300, 300, 200):
@@ -102,7 +97,7 @@ def test_a_call_that_is_captured_anew_is_not_recorded() -> None:
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_each_plan_is_one_line_with_its_verdict(runtime: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="planner")
-    model, x = Loss(), torch.randn(256, 64)
+    model, x = trained(), torch.randn(256, 64)
     planner.plan(model, x, budget="90%", runtime=runtime, search=planner.Search(compare=False))
     planner.auto_wrap(model, budget="90%", runtime=runtime)
     for _ in range(2):
@@ -110,8 +105,8 @@ def test_each_plan_is_one_line_with_its_verdict(runtime: str, caplog: pytest.Log
         model.zero_grad()
     lines = [record.getMessage() for record in caplog.records if record.name == "planner"]
     assert len(lines) == 2
-    assert re.fullmatch(r"planned Loss in \d+\.\d s \(asked for\): FITS .*", lines[0])
-    assert re.fullmatch(r"(captured|planned) Loss in \d+\.\d s \(the first call\): FITS .*", lines[1])
+    assert re.fullmatch(r"planned Trained in \d+\.\d s \(asked for\): FITS .*", lines[0])
+    assert re.fullmatch(r"(captured|planned) Trained in \d+\.\d s \(the first call\): FITS .*", lines[1])
 
 
 def test_work_that_takes_long_is_told_in_lines(
@@ -123,7 +118,7 @@ def test_work_that_takes_long_is_told_in_lines(
     monkeypatch.setattr(progress, "QUICK_SECONDS", 0.01)
     with progress.shown(as_lines=True) as outer:
         time.sleep(0.05)
-        with log_progress(Loss.__name__):  # part of what is shown already
+        with log_progress(Trained.__name__):  # part of what is shown already
             progress.tell("capturing")
         outer.count(3, 20)
     progress.tell("after the end")

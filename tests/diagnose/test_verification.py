@@ -13,6 +13,7 @@ import planner
 from planner.capture.state_restore import RandomStates
 from planner.diagnose import verification
 from planner.errors import UsageError
+from tests.models import OneLinear, Trained
 
 _run = itertools.count()
 
@@ -37,18 +38,14 @@ def _(x: torch.Tensor) -> torch.Tensor:
 noisy.register_autograd(lambda ctx, gradient: gradient)
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(16, 16)
-
+class Noisy(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(noisy(self.mix(x))).square().sum()
+        return torch.tanh(noisy(self.linear(x))).square().sum()
 
 
 def test_a_plan_is_held_to_what_two_steps_without_it_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model, x = Noisy(), torch.randn(64, 16)
+    model, x = Noisy(16), torch.randn(64, 16)
     plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     demanded = planner.verify(model, x, plan, timed_steps=1)
     assert demanded.control is None and not demanded.agrees
@@ -113,20 +110,11 @@ def test_steps_that_write_into_weights_and_inputs_all_begin_with_the_same() -> N
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
 
 
-class _Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(200, 32, sparse=True)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.layers(self.bag(words)).square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'", "ignore:what _Bag runs depends on data")
+@pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'", "ignore:what Trained runs depends on data")
 def test_sparse_gradients_are_compared_too() -> None:
     torch.manual_seed(0)
-    model, words = _Bag(), torch.randint(0, 200, (16, 5))
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
+    model, words = Trained(nn.EmbeddingBag(200, 32, sparse=True), *layers), torch.randint(0, 200, (16, 5))
     plan = planner.plan(model, words, budget="100%", search=planner.Search(compare=False))
     proof = planner.verify(model, words, plan, timed_steps=1)
     assert proof.gradients_bitwise_equal

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import cli
 import planner
@@ -20,29 +20,23 @@ from planner.capture import fake_mode, operands
 from planner.common.options import grouped
 from planner.errors import ProfileFileError, ProfileMismatchError, UsageError
 from planner.measure import profiling
+from tests.models import Trained
 
 BATCH = 512
 
 
-class Net(torch.nn.Module):
-    def __init__(self, depth: int = 6) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(depth))
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = torch.nn.functional.dropout(torch.tanh(layer(x)), 0.1)
-        return x.sum()
+def net(depth: int = 6) -> Trained:
+    return Trained(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(depth)))
 
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return planner.profile(Net(), torch.randn(BATCH, 64), name="net")
+    return planner.profile(net(), torch.randn(BATCH, 64), name="net")
 
 
 def planned(profile: Profile | None, batch: int = BATCH, **options: Any) -> planner.Plan:
     asked = {"activation_budget": "80%", "compare": False, "profile": profile, **options}
-    return planner.plan(Net(), torch.randn(batch, 64), **grouped(**asked))
+    return planner.plan(net(), torch.randn(batch, 64), **grouped(**asked))
 
 
 def test_what_repeats_is_measured_once(profile: Profile) -> None:
@@ -55,7 +49,7 @@ def test_what_repeats_is_measured_once(profile: Profile) -> None:
 
 
 def test_the_random_state_is_left_alone() -> None:
-    model, data = Net(2), torch.randn(4, 64)
+    model, data = net(2), torch.randn(4, 64)
     before = torch.get_rng_state()
     planner.profile(model, data)
     assert torch.equal(before, torch.get_rng_state())
@@ -93,7 +87,7 @@ def test_a_measured_plan_is_applied_without_measuring_again(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, path = Net(), tmp_path / "plan.json"
+    model, path = net(), tmp_path / "plan.json"
     plan = planner.plan(
         model, torch.randn(BATCH, 64), **grouped(activation_budget="80%", compare=False, profile=profile)
     )
@@ -108,7 +102,7 @@ def test_a_measured_plan_is_applied_without_measuring_again(
 
 def test_another_step_device_or_version_is_refused(profile: Profile) -> None:
     with pytest.raises(ProfileMismatchError, match="another step"):
-        planner.plan(Net(depth=3), torch.randn(2 * BATCH, 64), **grouped(activation_budget="80%", profile=profile))
+        planner.plan(net(depth=3), torch.randn(2 * BATCH, 64), **grouped(activation_budget="80%", profile=profile))
     with pytest.raises(ProfileMismatchError, match="another step"):
         planned(profile, batch=4 * BATCH)
     with pytest.raises(ProfileMismatchError, match="profile is of cpu, the plan for h100"):
@@ -134,11 +128,11 @@ def test_what_cannot_be_run_alone_falls_back_and_is_named(monkeypatch: pytest.Mo
 
 def test_time_is_bounded_and_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_known", {})
-    some = planner.profile(Net(), torch.randn(BATCH, 64), time_limit_seconds=1e-9)
+    some = planner.profile(net(), torch.randn(BATCH, 64), time_limit_seconds=1e-9)
     assert len(some.measurements) < 2
     assert {operation.signature for operation in some.operations if operation.signature} - some.measurements.keys()
     with pytest.raises(UsageError, match="time limit"):
-        planner.profile(Net(), torch.randn(BATCH, 64), time_limit_seconds=0)
+        planner.profile(net(), torch.randn(BATCH, 64), time_limit_seconds=0)
 
 
 def spoilt(profile: Profile, change: Any, path: Path) -> Path:

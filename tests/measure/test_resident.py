@@ -17,6 +17,7 @@ from planner.common.options import Training, grouped
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.measure.optimizers import optimizer_memory
 from planner.measure.resident import static_memory
+from tests.models import Trained
 
 WIDTH, BLOCKS, BATCH = 64, 6, 512
 
@@ -116,21 +117,13 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         planner.plan(Net(), torch.randn(BATCH, WIDTH), **grouped(budget="100%", **options))
 
 
-class Wide(nn.Module):
-    """Few activations and many parameters: the optimizer's step is the larger peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = functional.gelu(layer(x))
-        return x.square().sum()
+def wide() -> Trained:
+    """Return few activations and many parameters: the optimizer's step is the larger peak."""
+    return Trained(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
 
 
 def test_the_optimizers_step_can_be_the_larger_peak() -> None:
-    model, x = Wide(), torch.randn(64, 512)
+    model, x = wide(), torch.randn(64, 512)
     step = planner.study(model, x, training="adamw", target="a100-80")
     free = step.plan(budget="1GiB")
     memory = optimizer_memory(model.parameters(), "adamw", alignment_bytes=512, device_kind="cuda")
@@ -150,7 +143,7 @@ def test_the_optimizers_step_can_be_the_larger_peak() -> None:
 
 
 def test_a_plan_whose_optimizer_peaks_higher_is_verified_and_not_taken_below_that_peak() -> None:
-    model, x = Wide(), torch.randn(64, 512)
+    model, x = wide(), torch.randn(64, 512)
     plan = planner.plan(model, x, budget="1GiB", training="adamw")
     high = dataclasses.replace(plan, optimizer_step_bytes=2**24, optimizer_peak_bytes=plan.peak_bytes + 2**24)
     assert planner.verify(model, x, high, timed_steps=1).exact
@@ -162,7 +155,7 @@ def test_measured_against_a_whole_training_step() -> None:
     """Peak of backward and of the optimizer's step, counted from the allocations of a real loop."""
     from planner.capture.memory import measure_peak
 
-    model, x = Wide(), torch.randn(64, 512)
+    model, x = wide(), torch.randn(64, 512)
     plan = planner.plan(model, x, budget="1GiB", training="adamw")
     optimizer = torch.optim.AdamW(model.parameters())
     planner.auto_wrap(model, budget=plan)

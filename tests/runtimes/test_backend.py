@@ -18,7 +18,7 @@ from planner.capture.memory import record
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.runtimes._backend import Backend
-from tests.models import SEQUENCES, Stack, Transformer, mean_square, perceptron, rows
+from tests.models import SEQUENCES, OneLinear, Stack, Transformer, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, peak_of, step, train
 from tests.tiers import tiered
 
@@ -170,12 +170,8 @@ def test_so_many_sizes_and_no_more() -> None:
         model(rows(24))
 
 
-class Sized(nn.Module):
+class Sized(OneLinear):
     """Computes with a size after the break, and gives a number beside a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         count = x.shape[0] * 2 + 1

@@ -21,6 +21,7 @@ from tests.models import (
     SEQUENCES,
     WIDTH,
     Convolutions,
+    OneLinear,
     Recurrent,
     Stack,
     Transformer,
@@ -167,13 +168,9 @@ class Shared(nn.Module):
         return self.tied(y).square().mean()
 
 
-class Passing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Passing(OneLinear):
     def forward(self, x: torch.Tensor, total: torch.Tensor, passes: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(self.layer(x)), total if passes else total + 1
+        return torch.tanh(self.linear(x)), total if passes else total + 1
 
 
 class Twice(nn.Module):

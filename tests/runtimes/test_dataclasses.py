@@ -12,11 +12,9 @@ from torch import nn
 
 import planner
 from planner.capture.trees import leaf_tensors, mapped
-from tests.models import looked_at, perceptron
+from tests.models import WIDTH, looked_at, perceptron
 from tests.runtimes.steps import assert_same, hold_peak, train, wrap_and_hold
 from tests.tiers import tiered
-
-WIDTH = 32
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
-from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
+from tests.models import WIDTH, Convolutions, OneLinear, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
 from tests.tiers import tiered
 
@@ -456,12 +456,8 @@ class CountsItsCalls(nn.Module):
         return self.linear(x).sigmoid().tanh()
 
 
-class Summed(nn.Module):
+class Summed(OneLinear):
     """Sums over all ranks within, by torch.distributed's own call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.linear(x).sigmoid().tanh()

@@ -15,12 +15,10 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.errors import CaptureError, InfeasibleBudgetError
-from tests.models import looked_at, mean_square, perceptron, rows
+from tests.models import WIDTH, OneLinear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
 from tests.tiers import tiered
-
-WIDTH = 32
 
 
 class Chain(nn.Module):
@@ -122,13 +120,9 @@ def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
 
 
 def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
+    class Whole(OneLinear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return mean_square(self.layer(x) if looked_at(self, x) > 0 else x)
+            return mean_square(self.linear(x) if looked_at(self, x) > 0 else x)
 
     with pytest.raises(CaptureError, match="no module of Whole"):
         planner.plan(Whole(), rows(), budget="100%", runtime="parts")

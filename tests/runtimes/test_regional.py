@@ -13,7 +13,7 @@ from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import UsageError
-from tests.models import language_model
+from tests.models import Trained, language_model
 from tests.runtimes.steps import wrap_and_hold
 from tests.runtimes.test_contract import IMAGES, TABLE, Normed, Shared, Twice
 
@@ -99,12 +99,7 @@ class Alike(nn.Module):
 
 
 def stacked(blocks: list[Alike]) -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"all": nn.Sequential(*blocks)})["all"], Mean())
-
-
-class Mean(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().mean()
+    return Trained(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"all": nn.Sequential(*blocks)})["all"])
 
 
 def test_blocks_that_differ_in_anything_that_they_use_have_code_of_their_own(captures: list[Any]) -> None:

@@ -24,7 +24,7 @@ from planner.report import render
 from planner.runtimes.modules import contexts
 from planner.solving.modules.ilp import variants_of
 from tests.example_graphs import Builder
-from tests.models import SEQUENCES, Transformer
+from tests.models import SEQUENCES, OneLinear, Transformer
 from tests.planned import printed
 from tests.runtimes.steps import assert_gradients, beside
 
@@ -102,11 +102,7 @@ def test_what_is_written_into_is_never_kept() -> None:
 # Running.
 
 
-class Drawing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Drawing(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, _ = torch.native_dropout(self.linear(x).sin(), 0.3, True)
         second, _ = torch.native_dropout(self.linear(first).sin(), 0.3, True)
@@ -118,7 +114,7 @@ class Drawing(nn.Module):
 )
 def test_random_operations_that_are_all_kept_or_all_run_again_give_the_same_bits(kept: Any) -> None:
     torch.manual_seed(0)
-    plain = Drawing()
+    plain = Drawing(WIDTH)
     again = copy.deepcopy(plain)
     torch.manual_seed(1)
     plain(SEQUENCES).square().sum().backward()

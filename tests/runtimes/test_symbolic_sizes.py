@@ -82,11 +82,6 @@ class Critic(nn.Module):
         return self.score(x).mean()
 
 
-class Mean(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(x)
-
-
 def floats(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
 

@@ -22,7 +22,7 @@ from planner.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from tests.models import Stack, perceptron
+from tests.models import OneLinear, Stack, perceptron
 
 WIDTH = 64
 
@@ -206,21 +206,17 @@ def test_not_a_model() -> None:
         planner.auto_wrap(3, budget="60%")
 
 
-class WritesInto(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 8)
-
+class WritesInto(OneLinear):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         y.add_(1.0)
-        return self.mix(x).square().mean()
+        return self.linear(x).square().mean()
 
 
 def test_views_of_each_other_that_a_forward_writes_into_are_refused_with_the_way_out() -> None:
     x = torch.randn(16, 8)
     with pytest.raises(UnsupportedModelError, match="inputs that share memory: pass copies"):
-        planner.plan(WritesInto(), (x, x.view(-1)), budget="100%", runtime="graph")
-    assert planner.plan(WritesInto(), (x, x.clone()), budget="100%", runtime="graph").runtime == "graph"
+        planner.plan(WritesInto(8), (x, x.view(-1)), budget="100%", runtime="graph")
+    assert planner.plan(WritesInto(8), (x, x.clone()), budget="100%", runtime="graph").runtime == "graph"
 
 
 @pytest.mark.parametrize(
@@ -290,11 +286,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 slow.register_autograd(lambda _, gradient: gradient)
 
 
-class Slow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Slow(OneLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return slow(self.linear(x))
 
@@ -304,9 +296,9 @@ def test_the_time_of_capture_is_told_however_a_model_is_planned(ahead: bool) -> 
     """A plan that the first call makes left Dynamo and AOTAutograd out."""
     inputs = torch.randn(4, 8)
     if ahead:
-        plan = planner.plan(Slow(), inputs, budget="1MiB", runtime="graph")
+        plan = planner.plan(Slow(8), inputs, budget="1MiB", runtime="graph")
     else:
-        model = planner.auto_wrap(Slow(), budget="1MiB", runtime="graph")
+        model = planner.auto_wrap(Slow(8), budget="1MiB", runtime="graph")
         model(inputs)
         plan = planner.plan_of(model)
     assert plan.capture_seconds > 0.4  # Dynamo traces a forward, and AOTAutograd traces it again

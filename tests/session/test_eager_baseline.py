@@ -18,6 +18,7 @@ from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
 from planner.session.eager_study import with_eager
 from planner.session.step import Options
+from tests.models import OneLinear, Trained
 from tests.runtimes.steps import measured_bytes
 
 
@@ -41,29 +42,20 @@ class Own(torch.autograd.Function):
         return grad * (inner.sin().cos() - x * inner.sin().sin() * inner.cos() * inner)
 
 
-class Thrifty(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))
-
+class Thrifty(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = Own.apply(layer(x))
-        return x.square().sum()
+        return Own.apply(super().forward(x))
 
 
-class Relus(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.1)))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().sum()
+def thrifty(depth: int = 3) -> Trained:
+    return Trained(*(Thrifty(64, 64) for _ in range(depth)))
 
 
-@pytest.mark.parametrize("make", [Relus, Thrifty])
+def relus() -> Trained:
+    return Trained(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.1))))
+
+
+@pytest.mark.parametrize("make", [relus, thrifty])
 def test_a_percentage_is_of_what_eager_takes(make: Any, tmp_path: Path) -> None:
     """The plan's file and report have it, and verifying runs the step as it is too."""
     model, x = make(), torch.randn(1024, 64)
@@ -86,7 +78,7 @@ def test_a_percentage_is_of_what_eager_takes(make: Any, tmp_path: Path) -> None:
 
 def test_what_capture_makes_larger_is_named() -> None:
     plan = planner.plan(
-        Thrifty(6), torch.randn(1024, 64), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
+        thrifty(6), torch.randn(1024, 64), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
     )
     assert plan.eager is not None and plan.baseline_peak_bytes > 1.5 * plan.eager.peak_bytes
     (found,) = [w for w in plan.warnings if w.rule == "larger-than-eager"]
@@ -95,7 +87,7 @@ def test_what_capture_makes_larger_is_named() -> None:
 
 
 def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Thrifty(), torch.randn(1024, 64)
+    model, x = thrifty(), torch.randn(1024, 64)
     asked = {"inputs": x, "budget": "100%", "time_limit_seconds": 1.0}
     chosen = planner.plan(model, **grouped(**asked))
     captured, eager = (planner.plan(model, **grouped(runtime=name, **asked)) for name in ("graph", "modules"))
@@ -115,12 +107,12 @@ def fits_nowhere(*_: Any, **__: Any) -> Plan:
 
 def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes.get("graph"), "plan", fits_nowhere, raising=False)
-    plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1))
+    plan = planner.plan(thrifty(), torch.randn(1024, 64), budget="100%", search=planner.Search(time_limit_seconds=1))
     assert plan.runtime == "modules" and any("does not fit" in w.evidence for w in plan.warnings)
 
 
 def test_a_training_loop_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Thrifty(), torch.randn(1024, 64)
+    model, x = thrifty(), torch.randn(1024, 64)
     planner.auto_wrap(model, **grouped(budget="1GiB", time_limit_seconds=1, cost_model="roofline"))
     model(x[:512]).backward()
     monkeypatch.setattr(GraphRuntime, "planned", fits_nowhere)
@@ -130,7 +122,7 @@ def test_a_training_loop_takes_the_eager_step_where_only_that_fits(monkeypatch: 
 
 
 def test_a_training_loop_that_nothing_fits_says_what_the_first_choice_needs() -> None:
-    model, x = Thrifty(), torch.randn(1024, 64)
+    model, x = thrifty(), torch.randn(1024, 64)
     needed = []
     for runtime in ("auto", "graph"):
         planner.auto_wrap(model, budget="64KiB", runtime=runtime, target=planner.Target(cost_model="roofline"))
@@ -166,16 +158,12 @@ def test_nothing_runs_to_learn_it() -> None:
      ({"budget": "50%", "compare": False}, True)],
 )  # fmt: skip
 def test_it_is_recorded_only_where_something_is_made_of_it(options: dict[str, Any], asked: bool) -> None:
-    found = with_eager(Relus(), Options.of(grouped(**options)), Inputs.of(torch.randn(8, 64)))
+    found = with_eager(relus(), Options.of(grouped(**options)), Inputs.of(torch.randn(8, 64)))
     assert (found.eager is not None) is asked
 
 
-class OtherwiseWhenCaptured(nn.Module):
+class OtherwiseWhenCaptured(OneLinear):
     """A model that has another formula for capture, and cannot be captured with its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x).relu()
@@ -186,7 +174,7 @@ class OtherwiseWhenCaptured(nn.Module):
 
 
 def test_verify_sees_a_captured_step_that_is_not_eagers() -> None:
-    model, x = OtherwiseWhenCaptured(), torch.randn(32, 64)
+    model, x = OtherwiseWhenCaptured(64), torch.randn(32, 64)
     with pytest.warns(UserWarning, match="asks whether it is compiled .* and is told yes"):
         plan = planner.plan(model, x, budget="100%", runtime="graph")
     found = planner.verify(model, x, plan, timed_steps=1)

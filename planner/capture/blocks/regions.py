@@ -21,7 +21,7 @@ from torch import fx, nn
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, are_dropped, differentiated, state_of
+from planner.capture.inputs import Inputs, OutsideLoss, alike, are_dropped, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
 from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
@@ -386,11 +386,11 @@ class Step:
             def run(*args: Any, **kwargs: Any) -> Any:
                 has_settings = _settings(self.known[0].device) != around
                 with self.mode:
-                    like = cache(_leaf_like)  # one tensor for one that is given twice
+                    like = cache(alike)  # one tensor for one that is given twice
                     inputs = Inputs(args, kwargs).map_tensors(like)
                 outputs = forward(*args, **kwargs)
                 with self.mode:
-                    noted = mapped(_leaf_like, outputs)
+                    noted = mapped(alike, outputs)
                 seen[path].append(SeenCall(module, inputs, noted, has_settings))
                 return outputs
 
@@ -432,7 +432,7 @@ class Step:
         if isinstance(tensor, FakeTensor):
             return tensor
         with self.mode:
-            fake = _leaf_like(tensor)
+            fake = alike(tensor)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
@@ -489,11 +489,6 @@ def _settings(device: torch.device) -> tuple[Any, ...]:
 
 def _leaf_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return like.requires_grad_(tensor.requires_grad)
 
 
 class _StandIn:

@@ -16,7 +16,7 @@ from planner import runtimes
 from planner.analysis.compatibility import check_solver
 from planner.analysis.study import Study
 from planner.api import unwrap
-from planner.capture.inputs import Inputs, check_model, check_plannable
+from planner.capture.inputs import Inputs, alike, check_model, check_plannable
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import is_sharded, of_model, shards_of, units_of, unplanned_sharding, whole
@@ -107,7 +107,7 @@ def _sizes(rank: RankOfPipeline, example: Inputs) -> list[_Sizes]:
         if index not in own:
             return None
         args, kwargs = rank.split(example.args, example.kwargs)
-        received = tuple(_alike(tensor, own[index].device) for tensor in given)
+        received = tuple(alike(tensor, own[index].device) for tensor in given)
         inputs = Inputs(args if index == 0 else received, kwargs)
         if not inputs.tensors():
             raise UsageError("the first stage is on this rank: give example inputs, as schedule.step is called with")
@@ -119,7 +119,7 @@ def _sizes(rank: RankOfPipeline, example: Inputs) -> list[_Sizes]:
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         if other := next((output for output in outputs if not isinstance(output, torch.Tensor)), None):
             raise UsageError(f"a stage must return tensors, not {type(other).__name__}: the next stage receives them")
-        found[index] = inputs, [_alike(output, "meta") for output in outputs]
+        found[index] = inputs, [alike(output, "meta") for output in outputs]
         return found[index][1]
 
     given: list[torch.Tensor] = []
@@ -127,12 +127,6 @@ def _sizes(rank: RankOfPipeline, example: Inputs) -> list[_Sizes]:
         made = made_by_all(partial(run, index, given), f"ran stage {index} without data", rank.group)
         given = next(tensors for tensors in made if tensors is not None)
     return [found[stage.stage_index] for stage in rank.stages]
-
-
-def _alike(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a tensor that lies in memory as another does, of any numbers."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad)
 
 
 class _Rank:
