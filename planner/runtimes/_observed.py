@@ -30,7 +30,7 @@ from planner.ir.static_memory import FINDS, LossMemory
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.runtimes import PlannedModel
-from planner.runtimes._whole_step import WholeStep, awaiting, close_step, step_with
+from planner.runtimes._whole_step import WholeStep, awaiting, close_step, close_step_if_over, step_with
 from planner.session.step import Options, outputs_of
 
 _log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class ObservedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled() or is_transformed():
-            close_step()
+            close_step_if_over()
             return self._running(*args, **kwargs)
         if self._is_first:
             self._is_first = False

@@ -11,11 +11,12 @@ import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import AllocationLog
-from planner.capture.torch_internals import at_end_of_backward
+from planner.capture.torch_internals import at_end_of_backward, storage_of
 from planner.common.units import round_up
 from planner.ir.static_memory import LossMemory
 
@@ -108,8 +109,8 @@ class WholeStep:
     def begun(self, gradients: Any) -> None:
         """Note that a backward comes to one of the calls with these gradients."""
         if self._log is not None:
-            storages = {id(s): s.nbytes() for g in gradients if g is not None for s in [g.untyped_storage()]}
-            self._given_bytes = sum(storages.values())
+            given = [g for g in gradients if isinstance(g, torch.Tensor) and g.layout is torch.strided]
+            self._given_bytes = sum({id(s): s.nbytes() for s in map(storage_of, given)}.values())
             self._gone_bytes = sum(size_bytes for storage, size_bytes in self._outputs if storage() is None)
             self._mark(_BEGUN)
 
@@ -171,11 +172,11 @@ def close_step() -> None:
         _here.step.close()
 
 
-def _before_optimizer_step(*_: Any) -> None:
-    """End the measurement unless one of several models steps before the other's backward."""
-    if not _here.goes_on():
-        close_step()
+def close_step_if_over(*_: Any) -> None:
+    """End the measurement unless a backward is to come: of two models one may step, or be evaluated, before it."""
+    if _here.step is not None and _here.step.is_logged and not _here.goes_on():
+        _here.step.close()
 
 
-register_optimizer_step_pre_hook(_before_optimizer_step)
+register_optimizer_step_pre_hook(close_step_if_over)
 atexit.register(close_step)
