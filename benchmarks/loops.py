@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -516,6 +517,7 @@ def main(arguments: Sequence[str]) -> int:
     with suppress(FileNotFoundError):
         result["under"] |= json.loads(Path(args.json).read_text(encoding="utf-8"))["under"]
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "a CPU"
+    device = f"stand-ins for {device}" if "FAKECUDA" in os.environ else device
     rows = result["under"][f"torch {torch.__version__}, {device}"] = {}
     wanted = args.loops.split(",") if args.loops else [""]
     for name, make in LOOPS.items():

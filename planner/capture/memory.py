@@ -93,6 +93,10 @@ def is_profiled() -> bool:
     return profiler_is_running()
 
 
+_complained: list[bool] = []
+"""Not empty once torch has complained, unheard, of a tensor that went."""
+
+
 @contextmanager
 def record() -> Iterator[Recording]:
     """Record allocations on the CPU; the recording is filled when the block ends.
@@ -101,11 +105,12 @@ def record() -> Iterator[Recording]:
     """
     if is_profiled():
         raise UsageError("memory is measured by torch's profiler, and one is on already: measure outside it")
-    recording, before = Recording(), torch.empty(1)
+    recording, before = Recording(), [torch.empty(1)] if not _complained else []
     profiler = profile(use_kineto=True, profile_memory=True)
     with _quiet():
         profiler.__enter__()
-        del before  # torch complains of each thousandth that it did not see come, from the first one on
+        before.clear()  # torch complains of the first tensor that goes and that it did not see come
+        _complained.append(True)
     try:
         yield recording
     finally:

@@ -26,8 +26,7 @@ from planner.capture.model_facts import compiled_parts, has_several_ranks
 from planner.capture.state_restore import put_back, written_back
 from planner.capture.torch_internals import (
     call_implementation,
-    exclude_keys_again,
-    excluded_keys,
+    dispatch_keys_kept,
     install_call,
     installed_call,
     is_transformed,
@@ -56,12 +55,10 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
         if _here.wholes:
             return call_implementation(module)(*args, **kwargs)
         with lock, as_its_class(module), parts_run_as_they_are():
-            excluded = excluded_keys()
             try:
-                return call(*args, **kwargs)
+                with dispatch_keys_kept(), _frames_let_go():
+                    return call(*args, **kwargs)
             except ForwardError as failure:
-                _let_go_of_frames(failure)
-                exclude_keys_again(excluded)
                 _raise_own_error(module, args, kwargs, failure)
                 raise
 
@@ -103,12 +100,18 @@ def parts_as_written(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """Free what the frames below an error hold: guards of torch's among it set its state when they go."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
+@contextmanager
+def _frames_let_go() -> Iterator[None]:
+    """Free at once what the frames below an error hold: guards that set torch's state when they go."""
+    try:
+        yield
+    except ForwardError as error:
+        failure: BaseException | None = error
+        while failure is not None:
+            traceback.clear_frames(failure.__traceback__)
+            failure = failure.__cause__ or failure.__context__
+        gc.collect()
+        raise
 
 
 def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:

@@ -461,19 +461,15 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-excluded_keys = torch._C._dispatch_tls_local_exclude_set
-
-
-def exclude_keys_again(before: Any) -> None:
-    """Exclude the dispatch keys that were excluded before, and no other.
+def dispatch_keys_kept() -> AbstractContextManager[None]:
+    """Return a context that ends with the dispatch keys that it begins with.
 
     An error that leaves a transform of ``torch.func`` inside a capture may leave autograd's excluded: nothing would
     require gradients from then on (torch 2.13).
     """
-    now = excluded_keys()
-    for key in torch._C.DispatchKey.__members__.values():
-        if key != torch._C.DispatchKey.Undefined and before.has(key) != now.has(key):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, before.has(key))
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    kept: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
+    return kept
 
 
 def history_is_on() -> bool:

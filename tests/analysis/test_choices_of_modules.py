@@ -48,15 +48,10 @@ def test_other_ways_beside_such_a_curve() -> None:
         methods_beside(tracing, ["ilp"])
 
 
-def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:
-    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
-    found = planner.audit(Stack(), rows(), search=planner.Search(time_limit_seconds=2.0), current=plan, budget="90%")
-    assert (found.now.peak_bytes, found.now.added_seconds) == (plan.peak_bytes, pytest.approx(plan.added_seconds))
-    assert not found.notes and found.fits
-    for best in (found.best, found.within_budget):
-        assert best is not None and best.runtime == "modules" and best.added_seconds <= plan.added_seconds
+def test_an_audit_is_of_choices_of_modules() -> None:
     layers = planner.audit(Stack(), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=2.0))
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
+    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
     assert variants_in(plan, ()) is None
 
 
