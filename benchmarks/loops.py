@@ -495,7 +495,8 @@ def _markdown(result: Result) -> str:
         "# Loops as people write them",
         "",
         "Peaks of a whole iteration, an early one and the eighth. On a CPU, what a loop holds from before the first "
-        "call (a teacher's outputs, cached representations) is not seen, and so is not planned for.",
+        "call (a teacher's outputs, cached representations) is not seen, and so is not planned for. Kernels of "
+        "stand-ins for a GPU compute nothing: their bits say nothing.",
     ]
     for under, rows in result["under"].items():
         steps = " / ".join(str(step["step"]) for step in next(iter(rows.values()))["steps"])
