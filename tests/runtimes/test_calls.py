@@ -48,22 +48,19 @@ def test_a_plan_for_one_call_says_once_where_another_waits(name: str, other: int
     assert held.numel()
 
 
-@pytest.mark.parametrize(
-    "name",
-    tiered(
-        loops.LOOPS,
-        quick=["two calls, contrastive loss", "generator and discriminator"],
-    ),
-)
+# On a CPU nobody sees what a loop holds from before the first call: tests/cuda has these two.
+SHOWN = [name for name in loops.LOOPS if not name.startswith(("teacher", "cached"))]
+
+
+@pytest.mark.parametrize("name", tiered(SHOWN, quick=["two calls, contrastive loss", "generator and discriminator"]))
 def test_a_whole_step_keeps_its_budget(name: str) -> None:
     found = loops.tried(loops.LOOPS[name], share=0.65, seconds=0.5)
     last = found["steps"][-1]
-    assert found["equal"]
-    # On a CPU nobody sees what a loop holds from before the first call.
-    unseen_bytes = 600_000 if name.startswith(("teacher", "cached")) else 0
-    assert last["peak_bytes"] <= found["budget_bytes"] + unseen_bytes
-    # Targets are no inputs of the model's; inputs that the loop makes itself count twice.
-    assert 0.97 <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001 + unseen_bytes
+    assert found["equal"] and last["peak_bytes"] <= found["budget_bytes"]
+    # What a cell is given by the loop counts as found before the step, and as made in it.
+    least = 0.97 if name.startswith("a cell") else 0.99
+    # Targets are no inputs of the model's.
+    assert least <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001
 
 
 def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:

@@ -1,0 +1,23 @@
+"""Whole steps under CUDA's allocator, which says what a loop holds from before its first call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import loops
+from tests.cuda import gpu
+
+gpu.required()
+
+
+@pytest.mark.parametrize("name", ["teacher and student", "cached representations (GradCache)"])
+def test_what_a_loop_holds_before_its_call_counts(name: str) -> None:
+    torch.set_default_device("cuda")
+    try:
+        found = loops.tried(loops.LOOPS[name], share=0.65, seconds=0.5)
+    finally:
+        torch.set_default_device(None)
+    last = found["steps"][-1]
+    assert last["peak_bytes"] <= found["budget_bytes"]
+    assert 0.96 <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001
