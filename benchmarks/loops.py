@@ -2,8 +2,8 @@
 
 Each loop is run plain and wrapped, with the product's defaults, under a budget that leaves it a share of what it
 allocates. Peaks are of the whole iteration. In a run of its own an early step is measured, and in another the eighth.
-On a GPU, or a stand-in for one, all that is on the device counts. A CPU does not say what is there: counted is what the
-wrapped models have, and not a second model beside them. Exit code 1 if a step is above its budget, or if bits differ
+On a GPU, or a stand-in for one, all that is on the device counts. On a CPU what the wrapped models have and what a loop
+makes count, but not a second model that was there before. Exit code 1 if a step is above its budget, or if bits differ
 from the plain loop's.
 """
 
@@ -95,6 +95,8 @@ class Loop:
     run: Callable[[], Any]
     data: list[Tensor] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    beside: list[nn.Module] = field(default_factory=list)
+    """What is made on the way."""
     kept: dict[str, Any] = field(default_factory=dict)
     """Outputs of the last iteration."""
     runtime: str = "auto"
@@ -105,7 +107,7 @@ class Loop:
         """Return what is on the device between two iterations."""
         if DEVICE.type == "cuda":
             return torch.cuda.memory_allocated()
-        tensors = [t for model in self.wrapped for t in (*model.parameters(), *model.buffers())]
+        tensors = [t for model in (*self.wrapped, *self.beside) for t in (*model.parameters(), *model.buffers())]
         tensors += [p.grad for p in tensors if p.grad is not None] + self.data
         tensors += [output for outputs in self.kept.values() for output in outputs.values()]
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
@@ -266,7 +268,7 @@ def _cell() -> Loop:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Loop([model], run, data=[x], optimizers=[optimizer])
+    return Loop([model], run, optimizers=[optimizer])
 
 
 @loop("generator and discriminator")
@@ -401,7 +403,7 @@ def _average() -> Loop:
             for mean, p in zip(average, model.parameters(), strict=True):
                 mean.lerp_(p, 0.1)
 
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+    return Loop([model], run, data=[x, y], optimizers=[optimizer], beside=[average])
 
 
 @loop("saved tensors on the host (save_on_cpu around)")
@@ -494,9 +496,8 @@ def _markdown(result: Result) -> str:
     lines = [
         "# Loops as people write them",
         "",
-        "Peaks of a whole iteration, an early one and the eighth. On a CPU, what a loop holds from before the first "
-        "call (a teacher's outputs, cached representations) is not seen, and so is not planned for. Kernels of "
-        "stand-ins for a GPU compute nothing: their bits say nothing.",
+        "Peaks of a whole iteration, an early one and the eighth. Before a plan for several calls was measured, its "
+        "prediction is an upper bound. Kernels of stand-ins for a GPU compute nothing: their bits say nothing.",
     ]
     for under, rows in result["under"].items():
         steps = " / ".join(str(step["step"]) for step in next(iter(rows.values()))["steps"])

@@ -340,12 +340,7 @@ def _as_planned(options: Options, plan: Plan) -> Options:
 
 
 def verify(
-    model: nn.Module,
-    inputs: Any,
-    plan: Plan,
-    *,
-    loss_fn: LossFunction | None = None,
-    timed_steps: int = 5,
+    model: nn.Module, inputs: Any, plan: Plan, *, loss_fn: LossFunction | None = None, timed_steps: int = 5
 ) -> Verification:
     """Run real steps with and without a plan, interleaved, and say what differs.
 

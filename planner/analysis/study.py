@@ -196,12 +196,7 @@ class Study:
             lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)
         solution = Solution.simulated(found, schedule, name, lower_bound_seconds=lower_bound_seconds)
         made = plan_from_solution(
-            problem,
-            solution,
-            origin=self.origin,
-            static_memory=self.static_memory,
-            compare=compare,
-            limits=bound_by,
+            problem, solution, origin=self.origin, static_memory=self.static_memory, compare=compare, limits=bound_by
         )
         # That it pays more than it must is what was to be seen, and no solver's time changes it.
         return replace(made, warnings=tuple(one for one in made.warnings if one.rule not in (GAP, PRICE)))

@@ -19,10 +19,7 @@ from planner.common.garbage import not_collected
 _WRITE_GRAPHS = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
 """Functions of AOTAutograd that write graphs out, each with what it gives where no log is enabled."""
 
-_ARITHMETIC = {
-    **dict.fromkeys(("add", "sub", "mul"), int),
-    **dict.fromkeys(("eq", "ne", "ge", "gt", "le", "lt"), bool),
-}
+_ARITHMETIC = {**dict.fromkeys(("add", "sub", "mul"), int), **dict.fromkeys(("eq", "ne", "ge", "gt", "le", "lt"), bool)}
 """Methods of torch's symbolic numbers that two whole numbers go into, and what comes out."""
 
 _REPLACEMENTS = "_replacements_version_counter"

@@ -66,10 +66,7 @@ _2_11 = Rules(
     other_cudnn_heads=dict.fromkeys(_BLACKWELL, (_LATENT,)),
 )
 _2_12 = replace(_2_11, dropout_in_steps=True)
-_2_14 = Rules(
-    other_cudnn_heads=dict.fromkeys(_CUDNN_FIRST, (_LATENT, (256, 256))),
-    no_single_query=_BLACKWELL,
-)
+_2_14 = Rules(other_cudnn_heads=dict.fromkeys(_CUDNN_FIRST, (_LATENT, (256, 256))), no_single_query=_BLACKWELL)
 RULES: dict[tuple[int, ...], Rules] = {(2, 11): _2_11, (2, 12): _2_12, (2, 13): _2_12, (2, 14): _2_14}
 """By version. Each was held against torch itself over a grid of calls: ``tests/cuda/test_attention.py``."""
 
@@ -158,10 +155,7 @@ def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
     return takes and call.is_dense(grouped=call.enable_gqa)
 
 
-_FUSED = {
-    "cudnn": aten._scaled_dot_product_cudnn_attention,
-    "efficient": aten._scaled_dot_product_efficient_attention,
-}
+_FUSED = {"cudnn": aten._scaled_dot_product_cudnn_attention, "efficient": aten._scaled_dot_product_efficient_attention}
 
 
 def attention_on(spec: DeviceSpec) -> Attention:

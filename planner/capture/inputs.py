@@ -235,10 +235,7 @@ def check_device(model: nn.Module, inputs: Inputs) -> None:
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model, by all names that they have."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def expected_losses(shapes: Sequence[Sequence[int]], loss: LossMemory | None = None) -> list[int]:

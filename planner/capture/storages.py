@@ -274,11 +274,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     """
 
     def __init__(
-        self,
-        fakes: Any,
-        sums: EngineSums,
-        resident: Any = (),
-        names: dict[nn.Module, str] | None = None,
+        self, fakes: Any, sums: EngineSums, resident: Any = (), names: dict[nn.Module, str] | None = None
     ) -> None:
         super().__init__(resident, names)
         self.fakes, self.sums = fakes, sums

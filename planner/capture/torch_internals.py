@@ -6,6 +6,7 @@ A new torch release that moves one of them breaks this file: ``tests/capture/tes
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import math
@@ -214,6 +215,14 @@ def hint_of(size: Any) -> Any:
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return a tensor's storage, fake or real: torch gives one Python object for each, for as long as it lives."""
     return in_memory(tensor).untyped_storage()
+
+
+def storages_on_cpu() -> list[torch.UntypedStorage]:
+    """Return the storages on the CPU of the tensors that Python holds; what is in C++ alone is not among them."""
+    gc.collect()  # an error that planning caught is in a cycle with its frames, and so with their tensors
+    tensors = (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+    real = (t for t in tensors if t.device.type == "cpu" and torch._C._has_storage(t))
+    return [*{id(storage): storage for storage in map(storage_of, real)}.values()]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -50,6 +50,5 @@ class WholeModules:
         """Fill in the template."""
         is_transformers = str(plan.fingerprint.get("model", "")).startswith("transformers.")
         return self.template.format(
-            modules=names("MODULES", placement.modules),
-            without_cache=WITHOUT_CACHE if is_transformers else "",
+            modules=names("MODULES", placement.modules), without_cache=WITHOUT_CACHE if is_transformers else ""
         )

@@ -75,11 +75,7 @@ Saved = Callable[[Operation], bool]
 
 
 def region_of(
-    graph: TrainingGraph,
-    module: str,
-    inside: Collection[int],
-    *,
-    saved: Saved | None = None,
+    graph: TrainingGraph, module: str, inside: Collection[int], *, saved: Saved | None = None
 ) -> Region | None:
     """Return what checkpointing some operations of the forward does; None if nothing would run again.
 

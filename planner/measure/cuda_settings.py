@@ -27,9 +27,7 @@ _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def workspaces(
-    architecture: str,
-    environment: Mapping[str, str] = os.environ,
-    version: str = torch.__version__,
+    architecture: str, environment: Mapping[str, str] = os.environ, version: str = torch.__version__
 ) -> tuple[int, ...]:
     """Return the size of each piece that cuBLAS and cuBLASLt keep, as torch makes them on its two threads.
 

@@ -67,11 +67,7 @@ def yardstick_of(lowered: LoweredGraph, written: frozenset[int]) -> int | None:
 
 
 def fused_costs(
-    lowered: LoweredGraph,
-    costs: Sequence[OperationCost],
-    written: frozenset[int],
-    spec: DeviceSpec,
-    scale: float = 1.0,
+    lowered: LoweredGraph, costs: Sequence[OperationCost], written: frozenset[int], spec: DeviceSpec, scale: float = 1.0
 ) -> tuple[OperationCost, ...]:
     """Return the costs with those of operations that Inductor writes itself as they are inside a kernel.
 

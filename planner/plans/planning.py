@@ -58,12 +58,7 @@ def make_problem(
     if decisions.moves:
         graph = replace(graph, runs_after=None)
     return Problem(
-        graph=graph,
-        costs=tuple(costs),
-        budget_bytes=limit_bytes,
-        host=host,
-        regions=regions,
-        decisions=decisions,
+        graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions, decisions=decisions
     )
 
 

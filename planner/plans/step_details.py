@@ -66,8 +66,7 @@ def _one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float)
         except (InfeasibleBudgetError, SolverUnavailableError):
             return None
     return MoreMemory(
-        budget_bytes=larger.budget_bytes + problem.graph.total_static_bytes,
-        overhead=seconds / problem.baseline.seconds,
+        budget_bytes=larger.budget_bytes + problem.graph.total_static_bytes, overhead=seconds / problem.baseline.seconds
     )
 
 

@@ -102,11 +102,7 @@ class _Followed:
     """The two drafts of a block, run on fake tensors."""
 
     def __init__(
-        self,
-        block: LoweredGraph,
-        given: Sequence[fx.Node],
-        drafts: Sequence[Draft],
-        costs: Sequence[OperationCost],
+        self, block: LoweredGraph, given: Sequence[fx.Node], drafts: Sequence[Draft], costs: Sequence[OperationCost]
     ) -> None:
         self.calls: dict[str, fx.Node] = {}
         """Calls whose workspace can be tried, by signature."""

@@ -97,11 +97,7 @@ class Allocations(PeakRecorder):
     """Inductor's code calls those that keep and replay a random state; run as they are, they would replay it here."""
 
     def __init__(
-        self,
-        lowered: LoweredGraph,
-        costs: Sequence[OperationCost],
-        resident: Sequence[Any],
-        nodes: CallNodes,
+        self, lowered: LoweredGraph, costs: Sequence[OperationCost], resident: Sequence[Any], nodes: CallNodes
     ) -> None:
         super().__init__(lowered.graph.alignment_bytes, resident)
         self.calls: dict[str, fx.Node] = {}

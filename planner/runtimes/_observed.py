@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cost_models.devices import DeviceSpec
-from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of
-from planner.capture.trees import leaf_tensors, leaves_of
+from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of, storages_on_cpu
+from planner.capture.trees import leaf_tensors, leaves_of, tensors_in
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
@@ -114,6 +115,8 @@ class ObservedCalls:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state was looked at."""
         self._is_first, self._has_changed = True, False
+        self._before: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Storages that were on a CPU before the first call."""
         # A budget for what a step adds is not for what is there before it.
         self._has_gradients_counted = options.training.gradient_accumulation or options.budget.size is None
         self._trained: tuple[Plan | None, list[weakref.ref[nn.Parameter]]] = None, []
@@ -180,13 +183,15 @@ class ObservedCalls:
         if self._is_first:
             self._is_first = False
             self._look_for_optimizer()
+            if self.wants_measure and self.around.device().type == "cpu":
+                self._before.update(storages_on_cpu())
         if self.seen is not None and self._to_watch:
             self._conclude(self.seen[0], are_held=self.seen[1])
         if not self._has_gradients_counted and self.plan is not None:
             self._look_for_gradients(self.plan)
         step = step_with(self, may_be_logged=self.wants_measure and self._is_known(args, kwargs))
         if step.is_logged:
-            self._tell_found(step)
+            self._tell_found(step, (args, kwargs))
         elif self._is_fixed or self._options.budget.size is None:
             self._warn_of_others(awaiting())
         plan = self.plan
@@ -360,28 +365,49 @@ class ObservedCalls:
         reserve = self._options.training.reserve
         return parse_size(reserve, whole_bytes=self.around.spec().memory_bytes) if reserve else 0
 
-    def _tell_found(self, step: WholeStep) -> None:
-        """Say what a call finds on the device: of a later one of the same step, inputs of its own."""
-        static = self.plan.static_bytes if self.plan is not None else {}
-        if any(call() is self for call in step.calls):
-            step.find(static.get("inputs", 0), [])
-            return
-        resident_bytes = sum(size for kind, size in static.items() if kind not in ("gradients", "reserve"))
-        gradients = [] if "communication buffers" in static else [p.grad for p in self.around.parameters()]
-        storages = [storage_of(g) for g in gradients if g is not None and g.layout is torch.strided]
-        storages += [storage for each in self._last if (storage := each()) is not None]
-        found = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
-        # torch's profiler sees what it saw come go, also later.
-        step.find(resident_bytes + sum(size for _, size in found), [] if self.was_logged else found)
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return what the model and its optimizers keep, and its gradients."""
+        states = (state.values() for optimizer in self._optimizers for state in optimizer.state.values())
+        return [*self.around.tensors(), *self._gradients(), *leaf_tensors([*chain(*states)])]
 
-    def see_step(self, held_bytes: int, loss: LossMemory | None, *, calls: int) -> None:
-        """Plan for what a whole step held beside the model's own, where the plan in force has no room for it."""
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.around.parameters() if p.grad is not None and p.grad.layout is torch.strided]
+
+    def _tell_found(self, step: WholeStep, given: Any) -> None:
+        """Say what a call finds of its own on the device, and on a CPU, which does not say, what is there beside it."""
+        static = self.plan.static_bytes if self.plan is not None else {}
+        inputs = weakref.WeakSet(map(storage_of, tensors_in(given)))
+        own, other, own_bytes = [], [], 0
+        if step.calls:  # further inputs are made in the step
+            own_bytes += sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
+        else:
+            own_bytes += static.get("inputs", 0)
+        if not any(call() is self for call in step.calls):
+            gradients = [] if "communication buffers" in static else self._gradients()
+            own = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]
+            own_bytes += sum(size for kind, size in static.items() if kind not in ("gradients", "reserve", "inputs"))
+        if not step.calls and self._before:  # all that has come since the first call, and is no model's
+            tensors = (tensor for model in step.models() for tensor in model._tensors())
+            known = self._before | inputs | {*own, *map(storage_of, tensors)}
+            other = [storage for storage in storages_on_cpu() if storage not in known]
+        step.inputs |= inputs
+        # torch's profiler sees what it saw come go, also later.
+        step.find(own_bytes, own, other, sees_them_go=self.was_logged)
+
+    def see_step(
+        self, held_bytes: int, beside_bytes: int, loss: LossMemory | None, *, calls: int, keeps_graph: bool
+    ) -> None:
+        """Plan for what a whole step held beside the model's own, where the plan in force has no room for it.
+
+        ``beside_bytes`` of it were there when the step began.
+        """
         held_bytes += self._reserve_bytes
         plan, options = self.plan, self._asked or self._options
         self.is_asked, self.step_bytes = False, held_bytes
         if plan is None or not self._to_measure:
             return
         self._to_measure, asked = self._to_measure - 1, self._asked
+        least_bytes = self._reserve_bytes + (beside_bytes if calls == 1 and beside_bytes > _SCALARS else 0)
         known, is_off = self._options.loss or LossMemory(), abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes
         is_over = held_bytes > plan.budget_bytes + _SCALARS
         if loss is not None and not self.around.has_loss and (is_over or is_off):
@@ -390,8 +416,11 @@ class ObservedCalls:
             more_bytes = working_bytes + left_bytes - known.working_bytes - known.held_bytes
             if more_bytes > _SCALARS:
                 found = LossMemory(working_bytes=working_bytes, held_bytes=left_bytes, is_known=True)
-                self._asked = options = replace(options, loss=found)
-                held_bytes -= more_bytes  # what is beyond the loss is counted below
+                reserve_bytes = max(plan.static_bytes.get("reserve", 0), least_bytes)
+                training = replace(options.training, reserve=reserve_bytes)
+                self._asked = options = replace(options, loss=found, training=training)
+                # What is beyond the loss is counted below; the peak may be another moment than that of the loss.
+                held_bytes -= 0 if keeps_graph else more_bytes
                 is_over = held_bytes > plan.budget_bytes + _SCALARS
         reserved_bytes = plan.static_bytes.get("reserve", 0) - self._reserve_bytes
         has_room = reserved_bytes > 0 and plan.recomputations and held_bytes < _FULL * plan.budget_bytes
@@ -399,8 +428,8 @@ class ObservedCalls:
             self._has_grown |= not is_over
             static_bytes = plan.total_static_bytes - reserved_bytes
             available_bytes, own_bytes = plan.budget_bytes - static_bytes, plan.peak_bytes - plan.total_static_bytes
-            beside_bytes = held_bytes - static_bytes
-            wanted_bytes = (_AIM if self._measured or calls == 1 else _FIRST_AIM) * available_bytes
+            beside_bytes, is_first = held_bytes - static_bytes, not self._measured and (calls > 1 or keeps_graph)
+            wanted_bytes = (_FIRST_AIM if is_first or not is_over else _AIM) * available_bytes
             # What other calls save grows with what this one does, all else does not.
             slope = beside_bytes / max(own_bytes, 1) if calls > 1 else 1.0
             for own, beside in self._measured:
@@ -408,7 +437,7 @@ class ObservedCalls:
                     slope = min(max((beside - beside_bytes) / (own - own_bytes), 1.0), calls + 1.0)
             self._measured.append((own_bytes, beside_bytes))
             own_bytes += int((wanted_bytes - beside_bytes) / slope)
-            reserve_bytes = self._reserve_bytes + max(0, available_bytes - own_bytes)
+            reserve_bytes = max(self._reserve_bytes + available_bytes - own_bytes, least_bytes)
             self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
         if self._asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", calls, format_bytes(self.step_bytes))
@@ -454,7 +483,7 @@ class ObservedCalls:
             _warn_of(optimizer, beyond_bytes, self.around.name, plan)
 
 
-_WORTH, _LEAST, _OFF, _FULL, _AIM, _FIRST_AIM = 0.01, 0.002, 0.005, 0.98, 0.99, 0.95
+_WORTH, _LEAST, _OFF, _FULL, _AIM, _FIRST_AIM = 0.01, 0.002, 0.005, 0.93, 0.99, 0.95
 """Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, of a loss
 that the plan does not count, of a step that leaves the rest free, and what a step of other calls is to take then."""
 

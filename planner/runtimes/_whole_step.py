@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import AllocationLog
+from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
 from planner.capture.torch_internals import at_end_of_backward, storage_of
 from planner.common.units import round_up
 from planner.ir.static_memory import LossMemory
@@ -67,12 +68,13 @@ def awaiting() -> list[ObservedCalls]:
 class WholeStep:
     """The calls of wrapped models until all their backwards have begun."""
 
-    def __init__(self, log: AllocationLog | None, alignment_bytes: int) -> None:
+    def __init__(self, log: AllocationLog | None, alignment_bytes: int, models: list[ObservedCalls]) -> None:
+        self._expected = [weakref.ref(model) for model in models]
         self._log, self._alignment_bytes = log, alignment_bytes
         self._marks: list[str] = []
         self.calls: list[weakref.ref[ObservedCalls]] = []
-        self._found_bytes = log.found_bytes if log is not None else None
-        """What is on the device before it, or what its models have there if only these are seen."""
+        self._own_bytes = self._other_bytes = 0
+        """What is on the device before it, of its models and beside them, as far as a CPU shows it."""
         self._found: list[tuple[weakref.ref[Any], int]] = []
         """Tensors from before it, which a log on a CPU does not see go."""
         self._freed: list[int] = []
@@ -80,17 +82,25 @@ class WholeStep:
         self._given_bytes = self._gone_bytes = 0
         """When the first backward began: the gradients of the outputs, and outputs that were dropped before."""
         self._outputs: list[tuple[weakref.ref[Any], int]] = []
+        self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The storages of the inputs of its calls."""
+        self._keeps_graph = False
 
     @property
     def is_logged(self) -> bool:
         """Whether what it allocates is logged."""
         return self._log is not None
 
-    def find(self, resident_bytes: int, storages: list[tuple[weakref.ref[Any], int]]) -> None:
-        """Count what one of its models has on the device from before, and storages that nobody may see go."""
-        if self._log is not None and self._log.found_bytes is None:
-            self._found_bytes = (self._found_bytes or 0) + resident_bytes
-            self._found += storages
+    def models(self) -> list[ObservedCalls]:
+        """Return the wrapped models, once for each call; before the first, those expected."""
+        return [model for each in self.calls or self._expected if (model := each()) is not None]
+
+    def find(self, own_bytes: int, own: list[Any], other: list[Any], *, sees_them_go: bool) -> None:
+        """Count what one of its models has on the device, with storages of its own, and what is there beside it."""
+        self._own_bytes += own_bytes + sum(storage.nbytes() for storage in own)
+        self._other_bytes += sum(storage.nbytes() for storage in other)
+        if self._log is not None and self._log.found_bytes is None and not sees_them_go:
+            self._found += [(weakref.ref(storage), storage.nbytes()) for storage in (*own, *other)]
 
     def returned(self, calls: ObservedCalls, outputs: Any, storages: list[tuple[weakref.ref[Any], int]]) -> None:
         """Take in a call that returned outputs in these storages, with their bytes."""
@@ -108,6 +118,7 @@ class WholeStep:
 
     def begun(self, gradients: Any) -> None:
         """Note that a backward comes to one of the calls with these gradients."""
+        self._keeps_graph |= keeps_graph()
         if self._log is not None:
             given = [g for g in gradients if isinstance(g, torch.Tensor) and g.layout is torch.strided]
             self._given_bytes = sum({id(s): s.nbytes() for s in map(storage_of, given)}.values())
@@ -125,16 +136,19 @@ class WholeStep:
         """Stop the log, and tell the models what the step held, unless they planned meanwhile, which allocates too."""
         log, self._log = self._log, None
         parts = log.stop() if log is not None else None
-        if parts is None or is_spoiled or _ENDED not in self._marks:
+        if log is None or parts is None or is_spoiled or _ENDED not in self._marks:
             return
         parts = [[round_up(abs(c), self._alignment_bytes) * (1 if c > 0 else -1) for c in part] for part in parts]
         for part, freed_bytes in zip(parts, self._freed, strict=False):
             part.append(-freed_bytes)  # some time before the mark that ends the part
         until = len(self._marks) - self._marks[::-1].index(_ENDED)
         peak_bytes = max(accumulate((c for part in parts[:until] for c in part), initial=0))
-        held_bytes = (self._found_bytes or 0) + peak_bytes
-        for calls in dict.fromkeys(found for call in self.calls if (found := call()) is not None):
-            calls.see_step(held_bytes, self._loss(parts), calls=len(self.calls))
+        found_bytes = self._own_bytes + self._other_bytes if log.found_bytes is None else log.found_bytes
+        other_bytes = max(0, found_bytes - self._own_bytes)
+        held_bytes = found_bytes + peak_bytes
+        for model in dict.fromkeys(self.models()):
+            loss, calls = self._loss(parts), len(self.calls)
+            model.see_step(held_bytes, other_bytes, loss, calls=calls, keeps_graph=self._keeps_graph)
 
     def _loss(self, parts: list[list[int]]) -> LossMemory | None:
         """Return what is beside the outputs and their gradients between the only call and its backward."""
@@ -158,11 +172,11 @@ def step_with(calls: ObservedCalls, *, may_be_logged: bool) -> WholeStep:
             before.close(is_spoiled=True)
         return before
     close_step()
-    models = [calls, *(found for call in (before.calls if before else ()) if (found := call()) is not None)]
+    models = [calls, *(before.models() if before is not None else ())]
     is_asked = may_be_logged and any(model.wants_measure for model in models)
     device = calls.around.device()
     log = AllocationLog(device) if is_asked and AllocationLog.can_start(device) else None
-    _here.step = step = WholeStep(log, calls.around.spec().alignment_bytes if is_asked else 1)
+    _here.step = step = WholeStep(log, calls.around.spec().alignment_bytes if is_asked else 1, models)
     return step
 
 

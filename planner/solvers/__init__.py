@@ -35,8 +35,6 @@ class Solver(Protocol):
     """What people type."""
     summary: str
     """One line on what it does."""
-    proves_bound: bool
-    """Whether ``lower_bound_seconds`` of its solutions can be above 0."""
     offloads: bool
     """Whether it can offload values where the problem has a host."""
 

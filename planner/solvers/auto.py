@@ -44,7 +44,6 @@ class AutoSolver:
 
     name = "auto"
     summary = "keep everything if it fits, else the best of the other solvers"
-    proves_bound = True
     offloads = True
 
     def __init__(self, known: Schedule | None = None) -> None:

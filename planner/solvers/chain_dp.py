@@ -242,7 +242,6 @@ class ChainDpSolver:
 
     name = "chain-dp"
     summary = "dynamic programme over the chain of stages, nested recompute (rotor, Beaumont et al. 2019); seconds"
-    proves_bound = False
     offloads = False
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:

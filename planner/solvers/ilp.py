@@ -63,7 +63,6 @@ class IlpSolver:
 
     name = "ilp"
     summary = "step-cut integer programme: near-optimal, with a proven bound on any plan"
-    proves_bound = True
     offloads = False
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:

@@ -53,7 +53,6 @@ class OffloadSearchSolver:
 
     name = "offload_search"
     summary = "keep, recompute or offload each value, with a bound on all such plans"
-    proves_bound = True
     offloads = True
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:

@@ -92,7 +92,6 @@ class SearchSolver:
 
     name = "search"
     summary = "annealing on recomputations (needs numba): good plans for very tight budgets, no bound"
-    proves_bound = False
     offloads = False
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:

@@ -19,7 +19,6 @@ class SqrtSolver:
 
     name = "sqrt"
     summary = "segments of the forward with kept boundaries (Chen et al. 2016); instant"
-    proves_bound = False
     offloads = False
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:

@@ -30,13 +30,7 @@ class Answer:
     turns: int = 0
 
 
-def minimise(
-    model: Model,
-    *,
-    seconds: float | None = None,
-    turns: int | None = None,
-    relax: bool = False,
-) -> Answer:
+def minimise(model: Model, *, seconds: float | None = None, turns: int | None = None, relax: bool = False) -> Answer:
     """Solve a model, or its LP relaxation.
 
     A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC: after

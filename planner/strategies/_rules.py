@@ -105,8 +105,7 @@ def offloaded(
             wanted.difference_update(operation.outputs)  # what is made again is not fetched
     early = returns or {}
     return Schedule(
-        schedule.order,
-        tuple(Offload(value, last[value] + 1, (early.get(value, due[value]),)) for value in sorted(due)),
+        schedule.order, tuple(Offload(value, last[value] + 1, (early.get(value, due[value]),)) for value in sorted(due))
     )
 
 

@@ -48,19 +48,15 @@ def test_a_plan_for_one_call_says_once_where_another_waits(name: str, other: int
     assert held.numel()
 
 
-# On a CPU nobody sees what a loop holds from before the first call: tests/cuda has these two.
-SHOWN = [name for name in loops.LOOPS if not name.startswith(("teacher", "cached"))]
-
-
-@pytest.mark.parametrize("name", tiered(SHOWN, quick=["two calls, contrastive loss", "generator and discriminator"]))
+@pytest.mark.parametrize(
+    "name", tiered(list(loops.LOOPS), quick=["two calls, contrastive loss", "teacher and student"])
+)
 def test_a_whole_step_keeps_its_budget(name: str) -> None:
     found = loops.tried(loops.LOOPS[name], share=0.65, seconds=0.5)
-    last = found["steps"][-1]
-    assert found["equal"] and last["peak_bytes"] <= found["budget_bytes"]
-    # What a cell is given by the loop counts as found before the step, and as made in it.
-    least = 0.97 if name.startswith("a cell") else 0.99
-    # Targets are no inputs of the model's.
-    assert least <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001
+    used = [step["peak_bytes"] / step["predicted_bytes"] for step in found["steps"]]
+    assert found["equal"] and all(step["peak_bytes"] <= found["budget_bytes"] for step in found["steps"])
+    # Before a plan for several calls was measured, its prediction is a bound. Targets are no inputs of the model's.
+    assert 0.995 <= used[-1] <= 1.001 and used[0] <= 1.001
 
 
 def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:

@@ -90,7 +90,7 @@ def test_so_does_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 class SumsUp:
     """A solver that is no part of the planner: what it claims is what the step takes longer, under one name."""
 
-    name, summary, proves_bound, offloads = "sums-up", "claims one time", False, True
+    name, summary, offloads = "sums-up", "claims one time", True
     too_much_seconds = 0.0
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Any = None) -> Solution:

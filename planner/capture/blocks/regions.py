@@ -495,11 +495,7 @@ class _StandIn:
     """Stands for a block while the step around it is recorded; in a real step ``forward`` gives its outputs."""
 
     def __init__(
-        self,
-        block: Block,
-        recorder: Recorder,
-        places: Sequence[torch.Tensor | int],
-        forward: Callable[..., Any] | None,
+        self, block: Block, recorder: Recorder, places: Sequence[torch.Tensor | int], forward: Callable[..., Any] | None
     ) -> None:
         self.block = block
         self.recorder = recorder

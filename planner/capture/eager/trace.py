@@ -24,12 +24,7 @@ from planner.capture.memory import is_profiled, measure_peak
 from planner.capture.operands import is_opaque
 from planner.capture.provenance import is_library, short_path
 from planner.capture.storages import Run, StepRecorder, Storage
-from planner.capture.torch_internals import (
-    CHECKPOINT,
-    FakeTensor,
-    numbers_among,
-    taken_apart,
-)
+from planner.capture.torch_internals import CHECKPOINT, FakeTensor, numbers_among, taken_apart
 from planner.capture.trees import sparse_in, tensors_in
 from planner.errors import UsageError
 

@@ -133,12 +133,7 @@ class _Rank:
     """Captures the stages of one rank, and plans them as one device."""
 
     def __init__(
-        self,
-        rank: RankOfPipeline,
-        sizes: Sequence[_Sizes],
-        target: Any,
-        return_outputs: bool,
-        options: Options,
+        self, rank: RankOfPipeline, sizes: Sequence[_Sizes], target: Any, return_outputs: bool, options: Options
     ) -> None:
         self.rank, self.target, self.options, self.return_outputs = rank, target, options, return_outputs
         self.ranks = shards_of(rank.stages[0].submod)
