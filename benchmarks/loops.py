@@ -436,11 +436,14 @@ def _peak(made: Loop, steps: int) -> tuple[int, int]:
         made.run()
     gc.collect()
     with record() if DEVICE.type == "cpu" else nullcontext():  # torch sees go only what it saw come
-        for key, outputs in made.kept.items():
-            made.kept[key] = {name: output.detach().clone() for name, output in outputs.items()}
+        made.kept.update({key: _copied(outputs) for key, outputs in made.kept.items()})
     found_bytes = made.resident_bytes()
     peak_bytes, _ = measure_peak(made.run, DEVICE)
     return found_bytes, peak_bytes
+
+
+def _copied(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: output.detach().clone() for name, output in outputs.items()}
 
 
 def _made(make: Callable[[], Loop]) -> Loop:
@@ -455,30 +458,36 @@ def tried(make: Callable[[], Loop], share: float, seconds: float) -> Result:
     budget_bytes = found_bytes + int(added_bytes * share * plain.share)
     expected = [p.detach().cpu() for model in plain.wrapped for p in model.parameters()]
     del plain
-    made: Loop | None = None
     result: Result = {"plain_bytes": found_bytes + added_bytes, "budget_bytes": budget_bytes, "steps": [], "said": []}
     for steps in STEPS:
-        del made  # nothing of it is to be on the device
-        gc.collect()
-        made = _made(make)
-        with _warned() as said:
-            for model in made.wrapped:
-                search = planner.Search(time_limit_seconds=seconds)
-                planner.auto_wrap(model, budget=budget_bytes, runtime=made.runtime, search=search)
-            try:
-                peak_bytes = sum(_peak(made, steps))
-            except planner.errors.PlannerError as error:
-                return result | {"refused": f"{type(error).__name__}: {error}"}
-        plans = [planner.plan_of(model) for model in made.wrapped]
-        result["steps"].append(
-            {"step": steps, "peak_bytes": peak_bytes, "predicted_bytes": max(plan.peak_bytes for plan in plans)}
-        )
-        result["runtimes"] = [plan.runtime for plan in plans]
-        result["said"] = list(dict.fromkeys([*result["said"], *said]))
-    assert made is not None
-    found = (p for model in made.wrapped for p in model.parameters())
-    result["equal"] = all(torch.equal(a, b.detach().cpu()) for a, b in zip(expected, found, strict=True))
+        gc.collect()  # nothing of a run before is to be on the device
+        try:
+            planned = _planned(make, budget_bytes, seconds, steps)
+        except planner.errors.PlannerError as error:
+            return result | {"refused": f"{type(error).__name__}: {error}"}
+        result["steps"].append(planned["step"])
+        result["runtimes"] = planned["runtimes"]
+        result["said"] = list(dict.fromkeys([*result["said"], *planned["said"]]))
+        result["equal"] = all(map(torch.equal, expected, planned["parameters"]))
     return result
+
+
+def _planned(make: Callable[[], Loop], budget_bytes: int, seconds: float, steps: int) -> Result:
+    """Run a loop wrapped, and measure its last iteration."""
+    made = _made(make)
+    with _warned() as said:
+        for model in made.wrapped:
+            search = planner.Search(time_limit_seconds=seconds)
+            planner.auto_wrap(model, budget=budget_bytes, runtime=made.runtime, search=search)
+        peak_bytes = sum(_peak(made, steps))
+    plans = [planner.plan_of(model) for model in made.wrapped]
+    predicted_bytes = max(plan.peak_bytes for plan in plans)
+    return {
+        "step": {"step": steps, "peak_bytes": peak_bytes, "predicted_bytes": predicted_bytes},
+        "runtimes": [plan.runtime for plan in plans],
+        "said": said,
+        "parameters": [p.detach().cpu() for model in made.wrapped for p in model.parameters()],
+    }
 
 
 def _row(name: str, row: Result) -> list[str]:

@@ -22,6 +22,7 @@ from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
 from planner.ir.order import order_with, renumbered, reordered_graph
 from planner.ir.schedule import Schedule
+from planner.ir.static_memory import OUTPUTS
 from planner.plans.offload import Offloading, with_offloads
 from planner.plans.values import ValueTable
 
@@ -451,15 +452,22 @@ class Plan:
         return renumbered(schedule, order) if self.order else schedule
 
     def holding(self, peak_bytes: int) -> Plan:
-        """Return the plan of a step that was measured to hold so much: more, or less, is reserved beside it."""
+        """Return the plan of a step that was measured to hold so much: more, or less, is reserved beside it.
+
+        Where nothing is reserved, outputs were dropped, or less was saved.
+        """
         more_bytes = peak_bytes - self.peak_bytes
-        reserve = {"reserve": self.static_bytes.get("reserve", 0) + more_bytes}
+        reserve = {"reserve": max(0, self.static_bytes.get("reserve", 0) + more_bytes)}
+        anatomy = self.anatomy | reserve
+        for kind in (OUTPUTS, *sorted(anatomy.keys() - self.static_bytes.keys(), key=lambda kind: -anatomy[kind])):
+            less_bytes = min(max(0, sum(anatomy.values()) - peak_bytes), anatomy.get(kind, 0))
+            anatomy |= {kind: anatomy[kind] - less_bytes} if less_bytes else {}
         eager = self.eager and replace(self.eager, peak_bytes=self.eager.peak_bytes + more_bytes)
         return replace(
             self,
             peak_bytes=peak_bytes,
             static_bytes=self.static_bytes | reserve,
-            anatomy=self.anatomy | reserve,
+            anatomy=anatomy,
             baseline_peak_bytes=self.baseline_peak_bytes + more_bytes,
             minimum_feasible_peak_bytes=self.minimum_feasible_peak_bytes + more_bytes,
             proven_minimum_peak_bytes=0,

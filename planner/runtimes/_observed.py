@@ -123,10 +123,16 @@ class ObservedCalls:
         """Parameters under the last plan: collecting them takes as long as a dozen small operations."""
         self._known_calls: list[Any] = []
         """What calls were like that need no new capture."""
+        self._kind = -1
+        """Which of these the last call is like."""
+        self._planned_for: dict[int, int] = {}
+        """By the identity of a plan, which of these it was made for."""
         self._known_plans: list[Plan | None] = []
         self._to_measure = 0 if self._is_fixed or options.budget.size is None else _MEASURED
         self._as_planned = 0
         """How many steps in a row held what was planned for."""
+        self._most_bytes = 0
+        """The most that one of these held."""
         self._reserve_bytes = self._reserved_bytes()
         self._as_measured: tuple[Plan | None, Plan | None] = None, None
         """The plan as it was made, and as it was measured."""
@@ -208,6 +214,7 @@ class ObservedCalls:
         is_known = like in self._known_calls and self._asked is None
         if like not in self._known_calls:
             self._known_calls.append(like)
+        self._kind = self._known_calls.index(like)
         return is_known
 
     def _look_for_optimizer(self) -> None:
@@ -286,6 +293,7 @@ class ObservedCalls:
             if is_largest and self._known_plans and not self._is_fixed and self._options.budget.size is not None:
                 self._to_measure, self._as_planned = max(self._to_measure, 2), 0
             self._known_plans.append(self.plan)
+            self._planned_for[id(self._running.plan)] = self._kind
             step.close(is_spoiled=True)
         if not self._to_watch and not step.is_logged:
             self.was_logged = False
@@ -365,7 +373,7 @@ class ObservedCalls:
         reserve = self._options.training.reserve
         return parse_size(reserve, whole_bytes=self.around.spec().memory_bytes) if reserve else 0
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Return what the model and its optimizers keep, and its gradients."""
         states = (state.values() for optimizer in self._optimizers for state in optimizer.state.values())
         return [*self.around.tensors(), *self._gradients(), *leaf_tensors([*chain(*states)])]
@@ -387,21 +395,20 @@ class ObservedCalls:
             own = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]
             own_bytes += sum(size for kind, size in static.items() if kind not in ("gradients", "reserve", "inputs"))
         if not step.calls and self._before:  # all that has come since the first call, and is no model's
-            tensors = (tensor for model in step.models() for tensor in model._tensors())
+            tensors = (tensor for model in step.models() for tensor in model.tensors())
             known = self._before | inputs | {*own, *map(storage_of, tensors)}
             other = [storage for storage in storages_on_cpu() if storage not in known]
         step.inputs |= inputs
+        step.kinds.add(self._kind)
         # torch's profiler sees what it saw come go, also later.
         step.find(own_bytes, own, other, sees_them_go=self.was_logged)
 
-    def see_step(
-        self, held_bytes: int, beside_bytes: int, loss: LossMemory | None, *, calls: int, keeps_graph: bool
-    ) -> None:
+    def see_step(self, step: WholeStep, held_bytes: int, beside_bytes: int, loss: LossMemory | None) -> None:
         """Plan for what a whole step held beside the model's own, where the plan in force has no room for it.
 
         ``beside_bytes`` of it were there when the step began.
         """
-        held_bytes += self._reserve_bytes
+        held_bytes, calls, keeps_graph = held_bytes + self._reserve_bytes, len(step.calls), step.keeps_graph
         plan, options = self.plan, self._asked or self._options
         self.is_asked, self.step_bytes = False, held_bytes
         if plan is None or not self._to_measure:
@@ -409,7 +416,7 @@ class ObservedCalls:
         self._to_measure, asked = self._to_measure - 1, self._asked
         least_bytes = self._reserve_bytes + (beside_bytes if calls == 1 and beside_bytes > _SCALARS else 0)
         known, is_off = self._options.loss or LossMemory(), abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes
-        is_over = held_bytes > plan.budget_bytes + _SCALARS
+        is_over = held_bytes > plan.budget_bytes
         if loss is not None and not self.around.has_loss and (is_over or is_off):
             working_bytes = max(known.working_bytes, loss.working_bytes)
             left_bytes = max(known.held_bytes, loss.held_bytes)
@@ -421,7 +428,7 @@ class ObservedCalls:
                 self._asked = options = replace(options, loss=found, training=training)
                 # What is beyond the loss is counted below; the peak may be another moment than that of the loss.
                 held_bytes -= 0 if keeps_graph else more_bytes
-                is_over = held_bytes > plan.budget_bytes + _SCALARS
+                is_over = held_bytes > plan.budget_bytes
         reserved_bytes = plan.static_bytes.get("reserve", 0) - self._reserve_bytes
         has_room = reserved_bytes > 0 and plan.recomputations and held_bytes < _FULL * plan.budget_bytes
         if is_over or (has_room and not self._has_grown):
@@ -429,26 +436,35 @@ class ObservedCalls:
             static_bytes = plan.total_static_bytes - reserved_bytes
             available_bytes, own_bytes = plan.budget_bytes - static_bytes, plan.peak_bytes - plan.total_static_bytes
             beside_bytes, is_first = held_bytes - static_bytes, not self._measured and (calls > 1 or keeps_graph)
-            wanted_bytes = (_FIRST_AIM if is_first or not is_over else _AIM) * available_bytes
+            is_little = calls == 1 and 0 < held_bytes - plan.budget_bytes <= _SCALARS
+            aim = 1.0 if is_little else _FIRST_AIM if is_first or not is_over else _AIM
+            aim -= _GRAPH_KEPT * (is_first and keeps_graph)
+            wanted_bytes = aim * available_bytes
             # What other calls save grows with what this one does, all else does not.
             slope = beside_bytes / max(own_bytes, 1) if calls > 1 else 1.0
             for own, beside in self._measured:
                 if own != own_bytes:
-                    slope = min(max((beside - beside_bytes) / (own - own_bytes), 1.0), calls + 1.0)
+                    slope = min(max((beside - beside_bytes) / (own - own_bytes), 0.5), calls + 1.0)
             self._measured.append((own_bytes, beside_bytes))
             own_bytes += int((wanted_bytes - beside_bytes) / slope)
             reserve_bytes = max(self._reserve_bytes + available_bytes - own_bytes, least_bytes)
-            self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
+            if reserve_bytes != options.training.reserve:
+                self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
         if self._asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", calls, format_bytes(self.step_bytes))
-            self._as_planned = 0
+            self._as_planned = self._most_bytes = 0
         else:
-            self._as_planned += 1
-            self._to_measure *= self._as_planned < _ENOUGH
-            # Of several steps that differ the largest counts.
+            self._most_bytes = max(self._most_bytes, held_bytes)
+            # An optimizer's state is planned for before it is there.
+            self._as_planned += bool(self._optimizers) or "optimizer" not in plan.static_bytes
+            is_settled = self._as_planned >= _ENOUGH
+            self._to_measure *= not is_settled
+            # Of several steps that differ the largest counts; a smaller batch says nothing of a larger one.
             is_first, is_more = self._as_measured[0] is not self._running.plan, held_bytes > plan.peak_bytes
-            if (reserved_bytes and is_first) or is_more:
-                self._as_measured = self._running.plan, plan.holding(min(held_bytes, plan.budget_bytes))
+            is_less = self._most_bytes < plan.peak_bytes and is_settled
+            is_less &= step.kinds == {self._planned_for.get(id(self._running.plan))}
+            if is_more or is_less or (reserved_bytes and is_first):
+                self._as_measured = self._running.plan, plan.holding(min(self._most_bytes, plan.budget_bytes))
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
         """Warn once of a call before the backward of another, where its plan is not made for both."""
@@ -483,9 +499,10 @@ class ObservedCalls:
             _warn_of(optimizer, beyond_bytes, self.around.name, plan)
 
 
-_WORTH, _LEAST, _OFF, _FULL, _AIM, _FIRST_AIM = 0.01, 0.002, 0.005, 0.93, 0.99, 0.95
+_WORTH, _LEAST, _OFF, _FULL, _AIM, _FIRST_AIM, _GRAPH_KEPT = 0.01, 0.002, 0.005, 0.93, 0.99, 0.95, 0.05
 """Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, of a loss
-that the plan does not count, of a step that leaves the rest free, and what a step of other calls is to take then."""
+that the plan does not count, of a step that leaves the rest free, what a step of other calls is to take then, and less
+of it where a backward keeps its graph."""
 
 _SCALARS = 4096
 """Bytes of a loss that is scaled, of metrics and the like, for which nothing is planned again."""

@@ -84,7 +84,10 @@ class WholeStep:
         self._outputs: list[tuple[weakref.ref[Any], int]] = []
         self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The storages of the inputs of its calls."""
-        self._keeps_graph = False
+        self.kinds: set[int] = set()
+        """What its calls are like."""
+        self.keeps_graph = False
+        """Whether one of its backwards kept the graph."""
 
     @property
     def is_logged(self) -> bool:
@@ -118,7 +121,7 @@ class WholeStep:
 
     def begun(self, gradients: Any) -> None:
         """Note that a backward comes to one of the calls with these gradients."""
-        self._keeps_graph |= keeps_graph()
+        self.keeps_graph |= keeps_graph()
         if self._log is not None:
             given = [g for g in gradients if isinstance(g, torch.Tensor) and g.layout is torch.strided]
             self._given_bytes = sum({id(s): s.nbytes() for s in map(storage_of, given)}.values())
@@ -147,8 +150,7 @@ class WholeStep:
         other_bytes = max(0, found_bytes - self._own_bytes)
         held_bytes = found_bytes + peak_bytes
         for model in dict.fromkeys(self.models()):
-            loss, calls = self._loss(parts), len(self.calls)
-            model.see_step(held_bytes, other_bytes, loss, calls=calls, keeps_graph=self._keeps_graph)
+            model.see_step(self, held_bytes, other_bytes, self._loss(parts))
 
     def _loss(self, parts: list[list[int]]) -> LossMemory | None:
         """Return what is beside the outputs and their gradients between the only call and its backward."""

@@ -69,6 +69,8 @@ def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:
     assert seen[0] == "outputs are dropped" and re.fullmatch("a loss outside the model takes .* KiB", seen[-1])
     plan = planner.Plan.from_json(planner.plan_of(model).to_json())
     assert planner.Plan.from_json(plan.holding(plan.budget_bytes).to_json()).static_bytes["reserve"] > 0
+    less = plan.holding(plan.peak_bytes - 100_000)
+    assert planner.Plan.from_json(less.to_json()) == less and less.static_bytes["reserve"] == 0
     again = loops.LOOPS["loss outside, AdamW"]()
     planner.auto_wrap(again.wrapped[0], budget=plan)
     again.run()
