@@ -461,7 +461,7 @@ class ObservedCalls:
             self._to_measure *= not is_settled
             # Of several steps that differ the largest counts; a smaller batch says nothing of a larger one.
             is_first, is_more = self._as_measured[0] is not self._running.plan, held_bytes > plan.peak_bytes
-            is_less = self._most_bytes < plan.peak_bytes and is_settled
+            is_less = self._most_bytes < plan.peak_bytes - _SCALARS and is_settled
             is_less &= step.kinds == {self._planned_for.get(id(self._running.plan))}
             if is_more or is_less or (reserved_bytes and is_first):
                 self._as_measured = self._running.plan, plan.holding(min(self._most_bytes, plan.budget_bytes))
