@@ -41,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Know no more than a new process."""
     monkeypatch.setattr(profiling, "_known", {})
+    monkeypatch.setattr(profiling, "_trusted", set())
     monkeypatch.setattr(workspace, "_known", {})
 
 
@@ -64,12 +65,24 @@ def test_elsewhere_it_is_the_roofline() -> None:
     assert planner.study(model, x).origin.cost_model == "roofline"
 
 
-def test_another_process_measures_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_tries_two_operations_again_and_else_takes_what_was_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = seconds(study())
     assert list(folder.glob("*.json"))
     forget(monkeypatch)
-    monkeypatch.setattr(profiling, "_time", None)
-    assert seconds(study()) == first
+    tried = []
+    monkeypatch.setattr(profiling, "_time", lambda *_: tried.append(1) or Measurement(seconds=1.0, runs=3))
+    assert seconds(study()) == first and len(tried) == 2
+
+
+def test_times_that_were_kept_of_a_busy_machine_are_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = seconds(study())
+    for _ in range(2):
+        forget(monkeypatch)
+        monkeypatch.setattr(profiling, "_time", lambda *_: Measurement(seconds=1e-9, runs=3))
+        now = seconds(study())
+        assert sum(now) < 0.1 * sum(kept)  # and the next process finds those of now
 
 
 def test_who_asks_for_a_profile_is_told_what_operations_take_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
