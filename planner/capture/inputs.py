@@ -334,16 +334,13 @@ def placed(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
         yield inputs
         return
     on_meta = {id(t): t for t in (*state_of(model).values(), *inputs.tensors()) if t.is_meta}
-    device = next((t.device for t in inputs.tensors() if not t.is_meta), None) or _accelerator()
+    given = next((t.device for t in inputs.tensors() if not t.is_meta), None)
+    device = given or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with fake_mode():
         there = {key: _like(tensor, device) for key, tensor in on_meta.items()}
     state = {name: there[id(tensor)] for name, tensor in state_of(model).items() if id(tensor) in there}
     with other_state(model, state):
         yield inputs.map_tensors(lambda tensor: there.get(id(tensor), tensor))
-
-
-def _accelerator() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,9 @@ def _sharded_within(subject: Subject) -> str:
     # A wrapper that is sharded as a whole is in the right order, though it calls what it wraps.
     outer = {module.path for module in subject.modules if module.checkpointing_on and not module.sharded}
     outer |= {call.region for call in subject.calls if call.region not in own}
-    inside = [m.label for m in subject.modules if m.sharded and any(_beneath(m.path, path) for path in outer)]
+    inside = [
+        m.label for m in subject.modules if m.sharded and any(not path or is_within(m.path, path) for path in outer)
+    ]
     return f"{collapsed(inside)}: sharded inside a region that is checkpointed" if inside else ""
 
 
@@ -36,10 +38,6 @@ def _loss(subject: Subject) -> str:
     if not subject.outside_bytes or subject.counts_loss:
         return ""
     return f"the model gives {format_bytes(subject.outside_bytes)} to what comes after it, and no loss"
-
-
-def _beneath(path: str, outer: str) -> bool:
-    return not outer or is_within(path, outer)
 
 
 RULES = (

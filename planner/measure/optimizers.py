@@ -131,7 +131,8 @@ def memory_of_step(
 
 def kept_for(optimizer: Optimizer, parameters: Iterable[nn.Parameter], alignment_bytes: int) -> int:
     """Return the bytes that an optimizer keeps now for these parameters, where they are."""
-    kept = [t for p in parameters for t in optimizer.state.get(p, {}).values() if _is_on(t, p)]
+    held = ((p.device, t) for p in parameters for t in optimizer.state.get(p, {}).values())
+    kept = [tensor for device, tensor in held if isinstance(tensor, torch.Tensor) and tensor.device == device]
     return sum(round_up(in_memory(tensor).nbytes, alignment_bytes) for tensor in kept)
 
 
@@ -162,10 +163,6 @@ def memory_of_existing(
     if not state_bytes and not step_bytes:
         return None
     return OptimizerMemory(state_bytes=state_bytes, master_bytes=0, step_bytes=step_bytes)
-
-
-def _is_on(held: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(held, torch.Tensor) and held.device == parameter.device
 
 
 class _UpdateRecorder(PeakRecorder):

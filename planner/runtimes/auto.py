@@ -197,6 +197,10 @@ class AutoRuntime:
         self._notes = [w for w in plan.warnings if w.rule == _RULE] if plan is not None else []
         self._running = self._start(plan.runtime if plan is not None else choose(model), plan)
         self._may_change = plan is None or replan
+        self._is_compared = plan is not None
+        """Whether eager's step, if it was recorded, was compared with the captured one."""
+        self._noted: tuple[Plan | None, Plan | None] = None, None
+        """A plan as it was made, and with the notes."""
         self._refused: set[Any] = set()
         """Situations in the middle of training that the running runtime could not capture."""
         self._instead: PlannedModel | None = None
@@ -207,10 +211,15 @@ class AutoRuntime:
     def plan(self) -> Plan | None:
         """The plan in force."""
         made = self._current.plan
-        return None if made is None else _with(made, self._notes)
+        if made is not None and self._notes and made is not self._noted[0]:
+            # One object for one plan: who observes the loop measures steps until the plan stays.
+            self._noted = made, _with(made, self._notes)
+        return self._noted[1] if self._notes and made is not None else made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
+        if not self._is_compared and self._running.plan is not None:
+            self._compare(self._running.plan, Inputs(args, kwargs))
         if not self._may_change:
             return self._running(*args, **kwargs)
         self._current = self._running
@@ -233,6 +242,16 @@ class AutoRuntime:
         self._running.stop()
         if self._instead is not None:
             self._instead.stop()
+
+    def _compare(self, captured: Plan, inputs: Inputs) -> None:
+        """Take eager's step once the first call has shown that the captured one is dearer."""
+        self._is_compared, options = True, self._prepare(inputs) if self._prepare is not None else self._options
+        tried, make = list[Plan | Refusal]([captured]), runtimes.get("modules").plan
+        plan = try_each(["modules"], tried, options, lambda name: make(self._model, inputs, _for(name, options)))
+        if plan is not None and plan is not captured:
+            self._running.stop()
+            self._running = self._current = self._start("modules", plan)
+            self._notes, self._may_change = [*explained(plan, tried, options).warnings], False
 
     def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Switch to another candidate, if one can run the model."""

@@ -124,7 +124,8 @@ class _OffloadSearch:
         if cut is None or answer is None or answer.infeasible:
             raise _infeasible(self.incumbent, self.host, proven=True)
         self.incumbent.raise_bound(answer.bound * cut.scale)
-        return answer.bound * cut.scale, _away(cut, answer)
+        away = (u for u, column in cut.away.items() if answer.columns and answer.columns[column] > 0.5)
+        return answer.bound * cut.scale, frozenset(away)
 
     def solved(self, cut: OffloadCut) -> Answer:
         """Solve the programme of a cut."""
@@ -224,10 +225,6 @@ def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
             left_bytes -= size_bytes
             chosen.add(u)
     return frozenset(chosen)
-
-
-def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
-    return frozenset(u for u, column in cut.away.items() if answer.columns and answer.columns[column] > 0.5)
 
 
 def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:

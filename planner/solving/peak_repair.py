@@ -80,7 +80,9 @@ class _PeakRepair:
         sizes = self.search.sizes
         highest = self.problem.evaluate(Schedule(order)).peak_position
         copies = self._copies(order)
-        waiting = [copy for copy in copies if copy.born < highest < copy.died and self._may_go(copy, order[highest])]
+        read = self.problem.graph.operations[order[highest]].inputs
+        beside = (copy for copy in copies if copy.born < highest < copy.died and copy.value not in read)
+        waiting = [copy for copy in beside if self._can_be_made(copy.value)]
         waiting.sort(key=lambda copy: (-sizes[copy.value], copy.value))
         best: tuple[int, int, tuple[int, ...]] | None = None
         for copy in waiting[:_TRIED]:
@@ -129,9 +131,6 @@ class _PeakRepair:
     def _next_read(self, order: tuple[int, ...], value: int, after: int) -> int:
         operations = self.problem.graph.operations
         return next(at for at in range(after + 1, len(order)) if value in operations[order[at]].inputs)
-
-    def _may_go(self, copy: Copy, operation: int) -> bool:
-        return self._can_be_made(copy.value) and copy.value not in self.problem.graph.operations[operation].inputs
 
     def _can_be_made(self, value: int) -> bool:
         graph = self.problem.graph

@@ -101,6 +101,30 @@ def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.Mon
     model(x).backward()
 
 
+class Writes(nn.Module):
+    """Writes into parts of a tensor, which a captured step copies whole each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for part in range(16):
+            found[:, part::16] = x[:, part::16] * self.weight[part]
+        return found.sum()
+
+
+def test_a_training_loop_takes_the_eager_step_once_the_captured_one_is_seen_to_be_dearer() -> None:
+    model, x = Writes(), torch.randn(2048, 512)
+    planner.auto_wrap(model, **grouped(budget="150%", time_limit_seconds=0.5))
+    for step in range(12):
+        model(x).backward()
+        assert planner.plan_of(model).runtime == ("modules" if step else "graph")
+        assert planner.plan_of(model) is planner.plan_of(model)
+    assert any("planned as captured" in w.evidence for w in planner.plan_of(model).warnings)
+
+
 def fits_nowhere(*_: Any, **__: Any) -> Plan:
     raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
 
