@@ -183,7 +183,7 @@ def attention_on(spec: DeviceSpec) -> Attention:
         mask = None if attn_mask is None else _added(attn_mask, query, key, pad=kernel == "efficient")
         trains = any(tensor.requires_grad for tensor in (query, key, value))
         fused = _FUSED[kernel](query, key, value, mask, trains, dropout_p, is_causal, scale=scale)
-        return fused[0]  # type: ignore[no-any-return]
+        return fused[0]
 
     return attention
 

@@ -18,8 +18,7 @@ from planner.capture.torch_internals import in_memory
 
 def python_code(expression: Any) -> str:
     """Return an expression in symbols of sizes as Python has it."""
-    code: str = PythonPrinter().doprint(expression)
-    return code
+    return PythonPrinter().doprint(expression)
 
 
 def without_data(

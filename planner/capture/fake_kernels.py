@@ -118,10 +118,8 @@ def _dropout(x: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
         if not is_as_eager:
             return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
         if x.dtype.itemsize == _IN_16_BITS:
-            rounded: torch.Tensor = _Dropout.apply(x, p, scale)  # type: ignore[no-untyped-call]
-            return rounded
-    dropped: torch.Tensor = aten.native_dropout(x, p, train)[0]
-    return dropped
+            return _Dropout.apply(x, p, scale)  # type: ignore[no-untyped-call]
+    return aten.native_dropout(x, p, train)[0]
 
 
 class _Dropout(torch.autograd.Function):

@@ -132,8 +132,7 @@ def computes_in_other_types(model: nn.Module) -> bool:
 
 def _registered(one: Any) -> nn.Parameter:
     """Return what a module has as a parameter of ``fully_shard`` now: its share, the whole, or what stands in."""
-    found: nn.Parameter = getattr(one._module_info.module, one._module_info.param_name)
-    return found
+    return getattr(one._module_info.module, one._module_info.param_name)
 
 
 @contextmanager

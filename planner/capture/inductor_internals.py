@@ -76,8 +76,7 @@ def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Let Inductor compile by the settings of :func:`settings_of`."""
     from torch._inductor import config
 
-    patched: AbstractContextManager[Any] = config.patch(dict(settings))
-    return patched
+    return config.patch(dict(settings))
 
 
 def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -85,7 +84,7 @@ def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[st
     from torch._inductor.compile_fx import compile_fx
 
     run: Any = compile_fx(graph_module, inputs, config_patches=dict(settings))
-    return run  # type: ignore[no-any-return]
+    return run
 
 
 class _Drafted(BaseException):
@@ -243,7 +242,7 @@ def _compile_with_inductor(
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches | OUTSIDE_AUTOCAST):
         run: Any = compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)
-        return run  # type: ignore[no-any-return]
+        return run
 
 
 _WORTH_A_CALL_BYTES = 1 << 20

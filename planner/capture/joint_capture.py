@@ -95,8 +95,7 @@ def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:
     The model, real or built under :func:`fake_mode`, is left as it was. Options are those of :func:`until_stopped`.
     A CaptureError names the line and the cause if the model cannot be captured whole.
     """
-    joint: JointGraph = until_stopped(model, inputs, _stop, **options)
-    return joint
+    return until_stopped(model, inputs, _stop, **options)
 
 
 def _stop(joint: JointGraph) -> Any:
@@ -150,8 +149,7 @@ class Captures:
             self._calls.append(own)
             own(*inputs.args, **inputs.kwargs)
 
-        joint: JointGraph = _stopped(module, inputs, run)
-        return joint
+        return _stopped(module, inputs, run)
 
 
 _AS_WRITTEN = {"L['implementation'].__self__": "self", "L['args']": "args", "L['kwargs']": "kwargs"}

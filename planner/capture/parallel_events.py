@@ -130,8 +130,7 @@ class Gradients:
         def taken(parameter: torch.Tensor) -> None:
             parameter.grad = bucket
 
-        hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
-        return hook
+        return parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
 
 
 def found_by_autograd(model: nn.Module, units: Iterable[Unit] | None, *, accumulates: bool) -> frozenset[str]:

@@ -90,15 +90,13 @@ def _rms_norm(x: Tensor, sizes: list[int], weight: Tensor | None = None, eps: fl
     other_type = weight is not None and weight.dtype != x.dtype
     if x.is_complex() or other_type or suggest_memory_format(x) != torch.contiguous_format:
         return torch.rms_norm(x, sizes, weight, eps)
-    made: Tensor = fused_rms_norm(x, list(sizes), weight, eps)[0]
-    return made
+    return fused_rms_norm(x, list(sizes), weight, eps)[0]
 
 
 @torch.library.custom_op("checkpoint_planner::fused_rms_norm", mutates_args=())
 def fused_rms_norm(x: Tensor, sizes: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """Stand for ``aten._fused_rms_norm`` while a step is traced: on a CPU torch would trace what that is made of."""
-    made: tuple[Tensor, Tensor] = aten._fused_rms_norm(x, sizes, weight, eps)
-    return made
+    return aten._fused_rms_norm(x, sizes, weight, eps)
 
 
 @fused_rms_norm.register_fake
@@ -114,8 +112,7 @@ def fused_rms_norm_backward(
     gradient: Tensor, x: Tensor, sizes: list[int], deviation: Tensor, weight: Tensor | None, needed: list[bool]
 ) -> tuple[Tensor, Tensor]:
     """Stand for ``aten._fused_rms_norm_backward``, likewise."""
-    made: tuple[Tensor, Tensor] = aten._fused_rms_norm_backward(gradient, x, sizes, deviation, weight, needed)
-    return made
+    return aten._fused_rms_norm_backward(gradient, x, sizes, deviation, weight, needed)
 
 
 @fused_rms_norm_backward.register_fake
@@ -156,8 +153,7 @@ def _batch_norm(
     """Run cuDNN's operator where torch does."""
     if weight is None or bias is None or not takes_cudnn(x, mean, weight, training, eps):
         return torch.batch_norm(x, weight, bias, mean, variance, training, momentum, eps, torch.backends.cudnn.enabled)
-    made: Tensor = aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
-    return made
+    return aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
 
 
 def takes_cudnn(x: Tensor, mean: Tensor | None, weight: Tensor, training: bool, eps: float) -> bool:

@@ -359,8 +359,7 @@ def installed_call(module: nn.Module) -> Any:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` made a module of, or the module itself."""
-    original: nn.Module = getattr(module, "_orig_mod", module)
-    return original
+    return getattr(module, "_orig_mod", module)
 
 
 def not_compiled_alone(function: CallT) -> CallT:
@@ -477,8 +476,7 @@ def dispatch_keys_kept() -> AbstractContextManager[None]:
     require gradients from then on (torch 2.13).
     """
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    kept: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
-    return kept
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
 def history_is_on() -> bool:
@@ -544,8 +542,7 @@ def _upsampled(operator: OpOverload, x: torch.Tensor, output_size: Any, *more: A
     """Upsample to a size, or by factors, as torch's C++ does, which reads sizes as numbers."""
     *corners, factors = more
     size = decompositions.upsample_compute_output_size(x.size(), output_size, factors)
-    made: torch.Tensor = operator(x, size, *corners, *(factors or [None] * (x.dim() - 2)))
-    return made
+    return operator(x, size, *corners, *(factors or [None] * (x.dim() - 2)))
 
 
 @contextmanager
@@ -706,8 +703,7 @@ def dynamic_dimensions(tensor: torch.Tensor) -> set[int]:
 
 def call_implementation(module: nn.Module) -> Callable[..., Any]:
     """Return the module's own call: its hooks and its ``forward``."""
-    implementation: Callable[..., Any] = module._call_impl
-    return implementation
+    return module._call_impl
 
 
 @contextmanager
@@ -744,8 +740,7 @@ def is_called_by_engine(above: int) -> bool:
 
 def next_number() -> int:
     """Return the sequence number of the next differentiable operation."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
+    return torch._C._autograd._get_sequence_nr()
 
 
 def number_at_work() -> int | None:
@@ -777,5 +772,4 @@ def references(tensor: torch.Tensor) -> tuple[int, int]:
 
 def uses(tensor: torch.Tensor) -> int:
     """Return the C++ reference count of a tensor, in which all of Python's references count once."""
-    count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count
+    return tensor._use_count()  # type: ignore[attr-defined]

@@ -136,8 +136,7 @@ class Node:
         negative unless the field says so. Keys of an object that the dataclass does not have are passed over.
         A PlanFileError names the first place where the value is not that.
         """
-        found: T = _read(kind, self.value, self.where)
-        return found
+        return _read(kind, self.value, self.where)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

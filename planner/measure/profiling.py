@@ -9,6 +9,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -126,12 +127,8 @@ def measure(
         return _time(node, device, trials, elsewhere)
 
     with operands.running_alone(device):
-        kept = [signature for signature in order if _digest(signature) in before and place not in _trusted]
-        for signature in sorted(kept, key=lambda signature: -before[_digest(signature)].seconds)[:_TRIED_AGAIN]:
-            now, then = timed(signature), before.get(_digest(signature))
-            if now is not None and then is not None and now.seconds < _AS_BEFORE * then.seconds:
-                before = {}  # of a machine that was busy: complex products were once kept at 8 times what they take
-        _trusted.update({place} if before else ())
+        if place not in _trusted and not _hold_now(place, before, order, timed):
+            before = {}
         for signature in order:
             key = _digest(signature)
             known = _known.get((place, key)) or before.get(key)
@@ -152,6 +149,20 @@ def measure(
     keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
+
+
+def _hold_now(
+    place: str, before: Mapping[str, Measurement], order: list[str], timed: Callable[[str], Measurement | None]
+) -> bool:
+    """Whether the costliest operations take as long as was kept: times of a busy machine were once 8 times too long."""
+    kept = {signature: found for signature in order if (found := before.get(_digest(signature))) is not None}
+    with suppress(RuntimeError, MemoryError):  # there may be no memory for them now
+        for signature in sorted(kept, key=lambda signature: -kept[signature].seconds)[:_TRIED_AGAIN]:
+            now = timed(signature)
+            if now is not None and now.seconds < _AS_BEFORE * kept[signature].seconds:
+                return False
+    _trusted.add(place)
+    return True
 
 
 def _place(device: torch.device) -> str:

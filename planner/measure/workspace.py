@@ -180,8 +180,7 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def _asked_for(device: torch.device) -> dict[str, int]:
     """Return the bytes that the allocator is asked for, now and at most: its blocks depend on what surrounds them."""
-    found: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
-    return found
+    return torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
 
 
 def _new_bytes(result: Any, arguments: Any) -> int:

@@ -153,8 +153,7 @@ class Allocations(PeakRecorder):
         """Make what a random state takes; on CUDA that is on the host, and does not count."""
         size = [CPU_RANDOM_STATE_BYTES if self._device.type == "cpu" else 0]
         options = {"dtype": torch.uint8, "device": "cpu"}
-        state: torch.Tensor = super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
-        return state
+        return super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
 
 
 def _shapes(arguments: Any) -> tuple[Any, ...]:

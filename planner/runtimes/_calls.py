@@ -233,5 +233,4 @@ class RuntimeOfCalls:
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
         """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
-        running: PlannedModel = self.calls(model, options, **settings)
-        return running
+        return self.calls(model, options, **settings)

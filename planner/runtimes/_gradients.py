@@ -124,8 +124,7 @@ class LateGradients:
 
     def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return the detached outputs, attached to the inputs by :class:`_Late`."""
-        attached: tuple[torch.Tensor, ...] = _Late.apply(self, state, [outputs[p] for p in self.positions], *inputs)
-        return attached
+        return _Late.apply(self, state, [outputs[p] for p in self.positions], *inputs)
 
     def gradients(self, state: Any, inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Run the captured program once more and differentiate it."""

@@ -408,63 +408,75 @@ class ObservedCalls:
 
         ``beside_bytes`` of it were there when the step began.
         """
-        held_bytes, calls, keeps_graph = held_bytes + self._reserve_bytes, len(step.calls), step.keeps_graph
-        plan, options = self.plan, self._asked or self._options
-        self.is_asked, self.step_bytes = False, held_bytes
+        held_bytes += self._reserve_bytes
+        self.is_asked, self.step_bytes, asked, plan = False, held_bytes, self._asked, self.plan
         if plan is None or not self._to_measure:
             return
-        self._to_measure, asked = self._to_measure - 1, self._asked
-        least_bytes = self._reserve_bytes + (beside_bytes if calls == 1 and beside_bytes > _SCALARS else 0)
-        known, is_off = self._options.loss or LossMemory(), abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes
-        is_over = held_bytes > plan.budget_bytes
-        if loss is not None and not self.around.has_loss and (is_over or is_off):
-            working_bytes = max(known.working_bytes, loss.working_bytes)
-            left_bytes = max(known.held_bytes, loss.held_bytes)
-            more_bytes = working_bytes + left_bytes - known.working_bytes - known.held_bytes
-            if more_bytes > _SCALARS:
-                found = LossMemory(working_bytes=working_bytes, held_bytes=left_bytes, is_known=True)
-                reserve_bytes = max(plan.static_bytes.get("reserve", 0), least_bytes)
-                training = replace(options.training, reserve=reserve_bytes)
-                self._asked = options = replace(options, loss=found, training=training)
-                # What is beyond the loss is counted below; the peak may be another moment than that of the loss.
-                held_bytes -= 0 if keeps_graph else more_bytes
-                is_over = held_bytes > plan.budget_bytes
-        reserved_bytes = plan.static_bytes.get("reserve", 0) - self._reserve_bytes
-        has_room = reserved_bytes > 0 and plan.recomputations and held_bytes < _FULL * plan.budget_bytes
-        if is_over or (has_room and not self._has_grown):
-            self._has_grown |= not is_over
-            static_bytes = plan.total_static_bytes - reserved_bytes
-            available_bytes, own_bytes = plan.budget_bytes - static_bytes, plan.peak_bytes - plan.total_static_bytes
-            beside_bytes, is_first = held_bytes - static_bytes, not self._measured and (calls > 1 or keeps_graph)
-            is_little = calls == 1 and 0 < held_bytes - plan.budget_bytes <= _SCALARS
-            aim = 1.0 if is_little else _FIRST_AIM if is_first or not is_over else _AIM
-            aim -= _GRAPH_KEPT * (is_first and keeps_graph)
-            wanted_bytes = aim * available_bytes
-            # What other calls save grows with what this one does, all else does not.
-            slope = beside_bytes / max(own_bytes, 1) if calls > 1 else 1.0
-            for own, beside in self._measured:
-                if own != own_bytes:
-                    slope = min(max((beside - beside_bytes) / (own - own_bytes), 0.5), calls + 1.0)
-            self._measured.append((own_bytes, beside_bytes))
-            own_bytes += int((wanted_bytes - beside_bytes) / slope)
-            reserve_bytes = max(self._reserve_bytes + available_bytes - own_bytes, least_bytes)
-            if reserve_bytes != options.training.reserve:
-                self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
+        self._to_measure -= 1
+        least_bytes = self._reserve_bytes + beside_bytes * (len(step.calls) == 1 and beside_bytes > _SCALARS)
+        more_bytes = self._count_loss(plan, held_bytes, loss, least_bytes)
+        # What is beyond the loss counts below; where the graph is kept, the peak may be another moment than the loss'.
+        self._count_others(plan, step, held_bytes - more_bytes * (not step.keeps_graph), least_bytes)
         if self._asked is not asked:
-            _log.info("a step of %s calls held %s: it is planned again", calls, format_bytes(self.step_bytes))
+            _log.info("a step of %s calls held %s: it is planned again", len(step.calls), format_bytes(held_bytes))
             self._as_planned = self._most_bytes = 0
         else:
-            self._most_bytes = max(self._most_bytes, held_bytes)
-            # An optimizer's state is planned for before it is there.
-            self._as_planned += bool(self._optimizers) or "optimizer" not in plan.static_bytes
-            is_settled = self._as_planned >= _ENOUGH
-            self._to_measure *= not is_settled
-            # Of several steps that differ the largest counts; a smaller batch says nothing of a larger one.
-            is_first, is_more = self._as_measured[0] is not self._running.plan, held_bytes > plan.peak_bytes
-            is_less = self._most_bytes < plan.peak_bytes - _SCALARS and is_settled
-            is_less &= step.kinds == {self._planned_for.get(id(self._running.plan))}
-            if is_more or is_less or (reserved_bytes and is_first):
-                self._as_measured = self._running.plan, plan.holding(min(self._most_bytes, plan.budget_bytes))
+            self._settle(plan, step, held_bytes)
+
+    def _count_loss(self, plan: Plan, held_bytes: int, loss: LossMemory | None, least_bytes: int) -> int:
+        """Plan for a loss outside that is larger than the plan in force counts, and return by how much it is."""
+        known, options = self._options.loss or LossMemory(), self._asked or self._options
+        is_off = abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes or held_bytes > plan.budget_bytes
+        if loss is None or self.around.has_loss or not is_off:
+            return 0
+        working_bytes = max(known.working_bytes, loss.working_bytes)
+        left_bytes = max(known.held_bytes, loss.held_bytes)
+        more_bytes = working_bytes + left_bytes - known.working_bytes - known.held_bytes
+        if more_bytes <= _SCALARS:
+            return 0
+        found = LossMemory(working_bytes=working_bytes, held_bytes=left_bytes, is_known=True)
+        reserve_bytes = max(plan.static_bytes.get("reserve", 0), least_bytes)
+        self._asked = replace(options, loss=found, training=replace(options.training, reserve=reserve_bytes))
+        return more_bytes
+
+    def _count_others(self, plan: Plan, step: WholeStep, held_bytes: int, least_bytes: int) -> None:
+        """Leave room for what else the step held: by a secant, since others may hold less once this model does."""
+        options, calls = self._asked or self._options, len(step.calls)
+        reserved_bytes = plan.static_bytes.get("reserve", 0) - self._reserve_bytes
+        has_room = reserved_bytes > 0 and plan.recomputations and held_bytes < _FULL * plan.budget_bytes
+        beyond_bytes = held_bytes - plan.budget_bytes
+        if beyond_bytes <= 0 and (not has_room or self._has_grown):
+            return
+        self._has_grown |= beyond_bytes <= 0
+        static_bytes = plan.total_static_bytes - reserved_bytes
+        available_bytes, own_bytes = plan.budget_bytes - static_bytes, plan.peak_bytes - plan.total_static_bytes
+        beside_bytes, is_first = held_bytes - static_bytes, not self._measured and (calls > 1 or step.keeps_graph)
+        is_little = calls == 1 and 0 < beyond_bytes <= _SCALARS
+        aim = 1.0 if is_little else _FIRST_AIM if is_first or beyond_bytes <= 0 else _AIM
+        wanted_bytes = (aim - _GRAPH_KEPT * (is_first and step.keeps_graph)) * available_bytes
+        # What other calls save grows with what this one does, all else does not.
+        slope = beside_bytes / max(own_bytes, 1) if calls > 1 else 1.0
+        for own, beside in self._measured:
+            if own != own_bytes:
+                slope = min(max((beside - beside_bytes) / (own - own_bytes), 0.5), calls + 1.0)
+        self._measured.append((own_bytes, beside_bytes))
+        own_bytes += int((wanted_bytes - beside_bytes) / slope)
+        reserve_bytes = max(self._reserve_bytes + available_bytes - own_bytes, least_bytes)
+        if reserve_bytes != options.training.reserve:
+            self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
+
+    def _settle(self, plan: Plan, step: WholeStep, held_bytes: int) -> None:
+        """Take what steps held for the prediction: of several that differ the largest."""
+        self._most_bytes = max(self._most_bytes, held_bytes)
+        # An optimizer's state is planned for before it is there.
+        self._as_planned += bool(self._optimizers) or "optimizer" not in plan.static_bytes
+        is_settled, made = self._as_planned >= _ENOUGH, self._running.plan
+        self._to_measure *= not is_settled
+        is_first = self._as_measured[0] is not made and plan.static_bytes.get("reserve", 0) > self._reserve_bytes
+        is_less = self._most_bytes < plan.peak_bytes - _SCALARS and is_settled
+        is_less &= step.kinds == {self._planned_for.get(id(made))}  # a smaller batch says nothing of a larger one
+        if held_bytes > plan.peak_bytes or is_less or is_first:
+            self._as_measured = made, plan.holding(min(self._most_bytes, plan.budget_bytes))
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
         """Warn once of a call before the backward of another, where its plan is not made for both."""

@@ -76,8 +76,7 @@ class Program:
         try:
             self._compile(stop, compiler=lambda partition: partial(draft_with_inductor, partition))
         except Stopped as stopped:
-            study: Study = stopped.args[0]
-            return study
+            return stopped.args[0]
         raise AssertionError("a program that has a backward has one for Inductor too")
 
     def _compile(self, partition: Any, **options: Any) -> Callable[..., Any]:

@@ -278,15 +278,13 @@ class AutoRuntime:
 
         def plan_with(name: str) -> Plan:
             if name == "parts":
-                made: Plan = parts.plan_for(inputs)
-                return made
+                return parts.plan_for(inputs)
             return runtimes.get(name).plan(self._model, inputs, _for(name, options))
 
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
             plan = try_each(others, tried, options, plan_with)
         if plan is not None and plan.runtime == "parts":
-            running: PlannedModel = parts
-            return running
+            return parts
         parts.stop()
         if plan is None:
             self._refuse(refusal, tried)

@@ -112,9 +112,9 @@ def _compiled(function: _Function) -> _Function:
     if numba is None:
         return function
     try:
-        return numba.njit(cache=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no folder to keep it in
-        return numba.njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
+        return numba.njit(**_OPTIONS)(function)
 
 
 @_compiled

@@ -89,8 +89,7 @@ class RankOfPipeline:
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """Compute the loss of one micro-batch, as the schedule does."""
-        value: torch.Tensor = self.schedule._compute_loss(output, target)
-        return value
+        return self.schedule._compute_loss(output, target)
 
     def target_of(self, target: Any) -> Any:
         """Return the target of one micro-batch, of that of the whole batch."""
