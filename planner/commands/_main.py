@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
+from planner import __version__
 from planner.commands import commands
 from planner.commands._options import HelpAll, Parser, rare
 from planner.commands._terminal import INTERRUPTED, ending_at_once
@@ -70,6 +71,7 @@ def _complain(message: str, debug: bool) -> None:
 def make_parser() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(prog=program(), description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"checkpoint-planner {__version__}")
     common = Parser(add_help=False)
     common.add_argument("--help-all", action=HelpAll, nargs=0, help="show rare options, too")
     rare(common.add_argument("--debug", action="store_true", help="show tracebacks"))

@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        is_unit = re.fullmatch("unrecognized arguments: ([KMGT]i?)?B", message, re.IGNORECASE)
+        hint = ": write a size as one word, like 8GiB" if is_unit else ""
+        raise UsageError(f"{message}{hint} (see {self.prog} --help)")
 
     def format_help(self) -> str:
         """Return the help, without rare options unless all are asked for."""

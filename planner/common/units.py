@@ -19,7 +19,7 @@ _FACTORS = {
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,  # as ls and docker read them
 }  # fmt: skip
 _UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1))
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]*)?|-?\.[0-9]+)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of eager's peak"
 

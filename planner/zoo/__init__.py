@@ -7,6 +7,7 @@ fake tensors cannot be converted afterwards.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -234,6 +235,13 @@ def _entry(name: str) -> Entry:
     if entry := ZOO.get(name.lower()):
         return entry
     hint = did_you_mean(name.lower(), ZOO, cutoff=0.4, write=str).rstrip() or f"known are {', '.join(ZOO)}"
+    if name.endswith(".py"):
+        try:
+            parts = ast.parse(Path(name).read_bytes()).body
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UsageError(f"cannot read {name!r}: {error}") from None
+        there = [part.name for part in parts if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
+        raise UsageError(f"name what makes the model: {name} has {', '.join(there) or 'no function'}; {_FACTORY_HINT}")
     raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory")
 
 

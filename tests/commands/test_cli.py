@@ -165,7 +165,11 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
         (("plan", "minigpt", "--budget", "1GiB", "--activation-budget", "1GiB"), ("not allowed",)),
         (("plan", "minigpt", "--budget", "lots"), ("lots", "8GiB")),
         (("plan", "minigpt", "--budget", "-5GiB"), ("--budget",)),
-        (("plan", "minigpt", "--budget=-5GiB"), ("-5GiB",)),
+        (("plan", "minigpt", "--budget=-5GiB"), ("-5GiB", "not above zero")),
+        (("plan", "minigpt", "--budget", "8", "GiB"), ("one word, like 8GiB",)),
+        (("plan", "benchmarks/loops.py", "--budget", "8GiB"), ("name what makes the model", "Tower", "loop")),
+        (("plan", "missing.py", "--budget", "8GiB"), ("cannot read 'missing.py'",)),
+        (("plan", "README.md/x.py", "--budget", "8GiB"), ("cannot read",)),
         (("plan", "minigpt", "--activation-budget", "0%"), ("above zero",)),
         (("plan", "minigpt", "--budget", "1GiB", "--batch-size", "0"), ("batch-size", "above zero")),
         (("plan", "minigpt", "--budget", "1GiB", "--seq-len", "1e3"), ("seq-len",)),
@@ -188,6 +192,11 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     found = run(*arguments)
     found.assert_error(2, *words)
     assert found.out == ""
+
+
+def test_version(run: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("--version")
 
 
 def test_the_report_as_page(run: Any, tmp_path: Path) -> None:
