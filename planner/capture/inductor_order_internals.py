@@ -101,7 +101,7 @@ class Placement:
         self._sources[node] = own
         if (
             not is_in_a_kernel_of_inductors(node)
-            or _reduces(node)
+            or torch.Tag.reduction in getattr(node.target, "tags", ())
             or not all(map(is_in_a_kernel_of_inductors, readers))
         ):
             return  # it is in memory anyway
@@ -126,10 +126,6 @@ def _owner(node: fx.Node) -> fx.Node:
 
 def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.is_view and bool(node.all_input_nodes)
-
-
-def _reduces(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
 
 
 def _is_resident(node: fx.Node) -> bool:

@@ -52,7 +52,7 @@ def full_parts(plan: Plan) -> Iterator[RenderableType | None]:
     yield Text(f"Order: {order}") if order else None
     yield findings.render(plan.warnings) if plan.warnings else None
     yield verdict.render_measured(plan)
-    yield verdict.render_trust(plan)
+    yield Group(Text("How far to trust it", style="bold"), *map(Text, verdict.statements(plan)))
 
 
 def _next(plan: Plan) -> Iterator[Text]:

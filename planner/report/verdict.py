@@ -95,11 +95,6 @@ def render_offloading(plan: Plan) -> Text | None:
     )
 
 
-def render_trust(plan: Plan) -> Group:
-    """Say which costs, solver and versions the plan is based on."""
-    return Group(Text("How far to trust it", style="bold"), *map(Text, statements(plan)))
-
-
 def statements(plan: Plan) -> Iterator[str]:
     """Say where the numbers come from, what is assumed, and what would prove them."""
     source = _SOURCES.get(plan.cost_model.split()[0] if plan.cost_model else "", "")

@@ -385,11 +385,9 @@ class ObservedCalls:
         """Say what a call finds of its own on the device, and on a CPU, which does not say, what is there beside it."""
         static = self.plan.static_bytes if self.plan is not None else {}
         inputs = weakref.WeakSet(map(storage_of, tensors_in(given)))
-        own, other, own_bytes = [], [], 0
-        if step.calls:  # further inputs are made in the step
-            own_bytes += sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
-        else:
-            own_bytes += static.get("inputs", 0)
+        own, other, own_bytes = list[Any](), list[Any](), static.get("inputs", 0)
+        if step.calls:  # other inputs are made in the step
+            own_bytes = sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
         if not any(call() is self for call in step.calls):
             gradients = [] if "communication buffers" in static else self._gradients()
             own = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner import runtimes
@@ -199,8 +200,8 @@ class AutoRuntime:
         self._may_change = plan is None or replan
         self._is_compared = plan is not None
         """Whether eager's step, if it was recorded, was compared with the captured one."""
-        self._noted: tuple[Plan | None, Plan | None] = None, None
-        """A plan as it was made, and with the notes."""
+        self._noted: dict[int, tuple[Plan, Plan]] = {}
+        """By its identity, a plan as it was made, and with the notes."""
         self._refused: set[Any] = set()
         """Situations in the middle of training that the running runtime could not capture."""
         self._instead: PlannedModel | None = None
@@ -211,14 +212,15 @@ class AutoRuntime:
     def plan(self) -> Plan | None:
         """The plan in force."""
         made = self._current.plan
-        if made is not None and self._notes and made is not self._noted[0]:
-            # One object for one plan: who observes the loop measures steps until the plan stays.
-            self._noted = made, _with(made, self._notes)
-        return self._noted[1] if self._notes and made is not None else made
+        if made is None or not self._notes:
+            return made
+        if id(made) not in self._noted:  # one object for one plan: who observes the loop measures until the plan stays
+            self._noted[id(made)] = made, _with(made, self._notes)
+        return self._noted[id(made)][1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
-        if not self._is_compared and self._running.plan is not None:
+        if not self._is_compared and torch.is_grad_enabled() and self._running.plan is not None:
             self._compare(self._running.plan, Inputs(args, kwargs))
         if not self._may_change:
             return self._running(*args, **kwargs)
@@ -247,7 +249,9 @@ class AutoRuntime:
         """Take eager's step once the first call has shown that the captured one is dearer."""
         self._is_compared, options = True, self._prepare(inputs) if self._prepare is not None else self._options
         tried, make = list[Plan | Refusal]([captured]), runtimes.get("modules").plan
-        plan = try_each(["modules"], tried, options, lambda name: make(self._model, inputs, _for(name, options)))
+        with entered(of_model(self._model, inputs.args, inputs.kwargs)):
+            others = candidates(self._model)[1:]  # several ranks have none: each would choose for itself
+            plan = try_each(others, tried, options, lambda name: make(self._model, inputs, _for(name, options)))
         if plan is not None and plan is not captured:
             self._running.stop()
             self._running = self._current = self._start("modules", plan)
