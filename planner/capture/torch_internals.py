@@ -219,7 +219,6 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def storages_on_cpu() -> list[torch.UntypedStorage]:
     """Return the storages on the CPU of the tensors that Python holds; what is in C++ alone is not among them."""
-    gc.collect()  # an error that planning caught is in a cycle with its frames, and so with their tensors
     tensors = (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
     real = (t for t in tensors if t.device.type == "cpu" and torch._C._has_storage(t))
     return [*{id(storage): storage for storage in map(storage_of, real)}.values()]

@@ -395,6 +395,8 @@ class ObservedCalls:
         if not step.calls and self._before:  # all that has come since the first call, and is no model's
             tensors = (tensor for model in step.models() for tensor in model.tensors())
             known = self._before | inputs | {*own, *map(storage_of, tensors)}
+            if any(storage.nbytes() and storage not in known for storage in storages_on_cpu()):
+                gc.collect()  # an error that planning caught is in a cycle with its frames, and so with their tensors
             other = [storage for storage in storages_on_cpu() if storage not in known]
         step.inputs |= inputs
         step.kinds.add(self._kind)
