@@ -26,7 +26,6 @@ import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._C import DispatchKey, _DisableAutocast
-from torch._C._autograd import _get_current_graph_task_keep_graph as _get_current_graph_task_keep_graph
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
 from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
@@ -215,6 +214,10 @@ def hint_of(size: Any) -> Any:
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return a tensor's storage, fake or real: torch gives one Python object for each, for as long as it lives."""
     return in_memory(tensor).untyped_storage()
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that is under way keeps its graph."""
 
 
 def storages_on_cpu() -> list[torch.UntypedStorage]:

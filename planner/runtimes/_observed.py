@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -344,11 +343,7 @@ class ObservedCalls:
 
     def _look_for_gradients(self, plan: Plan) -> None:
         """Count gradients that are there when a step begins, if the plan in force has no room for them."""
-        if plan is not self._trained[0]:
-            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
-            self._trained = plan, [weakref.ref(p) for p in self.around.parameters() if p.is_leaf]
-        gradients = [p.grad for reference in self._trained[1] if (p := reference()) is not None]
-        held_bytes = sum(gradient.nbytes for gradient in gradients if type(gradient) is torch.Tensor)
+        held_bytes = sum(gradient.nbytes for gradient in self._gradients() if type(gradient) is torch.Tensor)
         if not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
             return
         self._has_gradients_counted = True
@@ -375,11 +370,16 @@ class ObservedCalls:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what the model and its optimizers keep, and its gradients."""
-        states = (state.values() for optimizer in self._optimizers for state in optimizer.state.values())
-        return [*self.around.tensors(), *self._gradients(), *leaf_tensors([*chain(*states)])]
+        states = [list(optimizer.state.values()) for optimizer in self._optimizers]
+        return tensors_in([*self.around.tensors(), *self._gradients(), *states])
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.around.parameters() if p.grad is not None and p.grad.layout is torch.strided]
+        """Return the gradients that are there."""
+        if self.plan is not self._trained[0]:
+            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
+            self._trained = self.plan, [weakref.ref(p) for p in self.around.parameters() if p.is_leaf]
+        parameters = (p for reference in self._trained[1] if (p := reference()) is not None)
+        return [p.grad for p in parameters if p.grad is not None]
 
     def _tell_found(self, step: WholeStep, given: Any) -> None:
         """Say what a call finds of its own on the device, and on a CPU, which does not say, what is there beside it."""
@@ -389,7 +389,7 @@ class ObservedCalls:
         if step.calls:  # other inputs are made in the step
             own_bytes = sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
         if not any(call() is self for call in step.calls):
-            gradients = [] if "communication buffers" in static else self._gradients()
+            gradients = [] if "communication buffers" in static else tensors_in(self._gradients())
             own = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]
             own_bytes += sum(size for kind, size in static.items() if kind not in ("gradients", "reserve", "inputs"))
         if not step.calls and self._before:  # all that has come since the first call, and is no model's

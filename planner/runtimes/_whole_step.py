@@ -16,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import AllocationLog
-from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
-from planner.capture.torch_internals import at_end_of_backward, storage_of
+from planner.capture.torch_internals import at_end_of_backward, keeps_graph, storage_of
 from planner.common.units import round_up
 from planner.ir.static_memory import LossMemory
 

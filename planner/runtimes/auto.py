@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -248,14 +249,17 @@ class AutoRuntime:
     def _compare(self, captured: Plan, inputs: Inputs) -> None:
         """Take eager's step once the first call has shown that the captured one is dearer."""
         self._is_compared, options = True, self._prepare(inputs) if self._prepare is not None else self._options
-        tried, make = list[Plan | Refusal]([captured]), runtimes.get("modules").plan
+        tried: Tried = [captured]
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
             others = candidates(self._model)[1:]  # several ranks have none: each would choose for itself
-            plan = try_each(others, tried, options, lambda name: make(self._model, inputs, _for(name, options)))
+            plan = try_each(others, tried, options, partial(self._planned, inputs, options))
         if plan is not None and plan is not captured:
             self._running.stop()
             self._running = self._current = self._start("modules", plan)
             self._notes, self._may_change = [*explained(plan, tried, options).warnings], False
+
+    def _planned(self, inputs: Inputs, options: Options, name: str) -> Plan:
+        return runtimes.get(name).plan(self._model, inputs, _for(name, options))
 
     def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Switch to another candidate, if one can run the model."""
@@ -281,9 +285,7 @@ class AutoRuntime:
         parts: Any = self._start("parts", None)
 
         def plan_with(name: str) -> Plan:
-            if name == "parts":
-                return parts.plan_for(inputs)
-            return runtimes.get(name).plan(self._model, inputs, _for(name, options))
+            return parts.plan_for(inputs) if name == "parts" else self._planned(inputs, options, name)
 
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
             plan = try_each(others, tried, options, plan_with)

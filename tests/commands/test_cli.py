@@ -194,9 +194,10 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     assert found.out == ""
 
 
-def test_version(run: Any) -> None:
+def test_version(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         run("--version")
+    assert planner.__version__ in capsys.readouterr().out
 
 
 def test_the_report_as_page(run: Any, tmp_path: Path) -> None:

@@ -18,6 +18,6 @@ def test_what_a_loop_holds_before_its_call_counts(name: str) -> None:
         found = loops.tried(loops.LOOPS[name], share=0.65, seconds=0.5)
     finally:
         torch.set_default_device(None)
+    assert all(step["peak_bytes"] <= found["budget_bytes"] for step in found["steps"])
     last = found["steps"][-1]
-    assert last["peak_bytes"] <= found["budget_bytes"]
-    assert 0.96 <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001
+    assert 0.995 <= last["peak_bytes"] / last["predicted_bytes"] <= 1.001
