@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -44,9 +43,9 @@ from planner.measure import loss
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
-from planner.runtimes import PlannedModel
+from planner.runtimes import PlannedModel, ReplannedModel
 from planner.runtimes._backend import RUNTIMES, Backend
-from planner.runtimes._observed import Observable, ObservedCalls, before_observing, or_dropped
+from planner.runtimes._observed import Observable, ObservedCalls, before_observing
 from planner.runtimes.auto import choose
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
@@ -275,10 +274,11 @@ def auto_wrap(
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     completes = loss_fn is not None or options.budget.is_share
 
-    def start(options: Options, plan: Plan | None) -> PlannedModel:
-        prepare = partial(_completed, model, options, loss_fn) if completes else None
+    def start(options: Options, plan: Plan | None) -> ReplannedModel:
+        prepare = (lambda options, inputs: _completed(model, options, loss_fn, inputs)) if completes else None
         return chosen.start(model, options, plan=plan, replan=replan, prepare=prepare)
 
+    calls = ObservedCalls(around, options, start, plan, may_drop)
     if inputs is not None:
         example = Inputs.of(inputs)
         with (
@@ -287,16 +287,12 @@ def auto_wrap(
             placed(model, example) as example,
             entered(of_model(model, example.args)),
         ):
-
-            def planned(options: Options) -> tuple[Options, Plan]:
-                options = _completed(model, options, loss_fn, example)
-                return options, chosen.plan(model, example, options, reuse=plan, must_match=not replan)
-
-            options, plan = or_dropped(planned, options, may_drop=may_drop)
+            plan = calls.plan_for(example)
             done("before the first call", plan)
-        options = options.after(plan)
+        if of_model(model).type == "meta":  # what was captured is of tensors that stood in for the model's
+            calls = ObservedCalls(around, options.after(plan), start, plan, may_drop)
     unwrap(model)
-    install_planned_call(model, ObservedCalls(around, options, start, plan, may_drop))
+    install_planned_call(model, calls)
     return model
 
 

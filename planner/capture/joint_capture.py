@@ -33,7 +33,7 @@ from planner.capture.inputs import Inputs, check_capturable, expected_losses, st
 from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
-from planner.capture.programs import MakeProgram, Program, ProgramsBySize, may_stand_in, plainly
+from planner.capture.programs import MakeProgram, Program, Programs, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
 from planner.capture.state_restore import put_back, random_states_kept
 from planner.capture.target_device import TargetDevice, meant
@@ -116,11 +116,12 @@ def until_stopped(
     options see :class:`Backend`.
     """
     call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
-    return _stopped(model, inputs, lambda: call(*inputs.args, **inputs.kwargs))
-
-
-def _stopped(model: nn.Module, inputs: Inputs, run: Callable[[], Any]) -> Any:
     check_capturable(model, inputs)
+    return until_stopped_by(model, lambda: call(*inputs.args, **inputs.kwargs))
+
+
+def until_stopped_by(model: nn.Module, run: Callable[[], Any]) -> Any:
+    """Run a call of a model until :class:`Stopped` is raised, and return its argument."""
     try:
         with explain_forward(model), random_states_kept(), torch.enable_grad(), as_its_class(model):
             run()
@@ -149,7 +150,8 @@ class Captures:
             self._calls.append(own)
             own(*inputs.args, **inputs.kwargs)
 
-        return _stopped(module, inputs, run)
+        check_capturable(module, inputs)
+        return until_stopped_by(module, run)
 
 
 _AS_WRITTEN = {"L['implementation'].__self__": "self", "L['args']": "args", "L['kwargs']": "kwargs"}
@@ -363,7 +365,7 @@ class Backend:
     """``finish(run, graph_module, differentiable, joint)`` wraps what AOTAutograd returns; without a joint graph
     nothing requires gradients."""
     make_program: MakeProgram | None = None
-    """Makes what runs at some sizes of a program with symbolic ones; by default what ``partition`` gives for them."""
+    """Makes what runs a program, at some sizes where these are symbolic; by default what ``partition`` gives."""
     elsewhere: TargetDevice | None = None
     """The device that the step is for, where that is not here."""
     branches: bool = True
@@ -390,7 +392,9 @@ class Backend:
             assert backend is not None
             return (backend.make_program or plainly(backend.partition))(joint, given)
 
-        programs, leaves = ProgramsBySize(make_program) if is_sized else None, leaves_results()
+        is_made_later = is_sized or (self.make_program is not None and self.compiler is aot_backend)
+        programs = Programs(make_program, is_sized=is_sized) if is_made_later else None
+        leaves = leaves_results()
         joints: list[JointGraph] = []
         tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
 
@@ -404,7 +408,7 @@ class Backend:
                 num_fwd_outputs,
                 inputs=list(tensors),
                 outside_bytes=gradients_outside(narrowed, differentiable),
-                varies=programs is not None,
+                varies=is_sized,
                 leaves_results=leaves,
                 branches=branches.taken if branches else (),
                 capture_seconds=time.perf_counter() - begun,

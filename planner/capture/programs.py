@@ -1,8 +1,8 @@
-"""Run one captured program with symbolic sizes, by a forward and a backward for each set of sizes.
+"""Run one captured program by planned forwards and backwards: one for each set of sizes, and for each plan.
 
-AOTAutograd wraps the program once, whatever its sizes: views, gradients and autocast are its business. What it takes
-for the compiled forward and backward looks up those of the sizes at hand. The forward saves a number by which the
-backward finds its other half.
+AOTAutograd wraps the program once, whatever its sizes and its plan: views, gradients and autocast are its business.
+What it takes for the compiled forward and backward looks up those of the sizes at hand, under the plan in force. The
+forward saves a number by which the backward finds its other half. So another plan takes no other capture.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph
-from planner.capture.symbolic import at_sizes, computes_with_data, is_number, is_symbolic, symbol_of, symbols_of_sizes
-from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbolic_kernels
+from planner.capture.joint import JointGraph, fake_mode_of
+from planner.capture.symbolic import at_sizes, computes_with_data, is_number, symbol_of, symbols_of_sizes
+from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, some_number, symbolic_kernels
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
 _KEPT = 4096
 """How many programs are kept, those that differ in nothing but a number among them."""
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+_FIXED: tuple[()] = ()
+"""Stands for sizes and numbers where none varies."""
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -33,8 +40,8 @@ class Program:
 
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any]
-    entered: Callable[[], None] | None = None
-    """Is called before each run."""
+    enter: Callable[[], bool | None] = lambda: True
+    """Is called before each run; False if another plan is in force by now, so that another program must be made."""
     at: Callable[[Sequence[Any]], Program] | None = None
     """Returns what runs at the same sizes where other numbers change."""
 
@@ -53,34 +60,36 @@ def plainly(partition: Callable[[JointGraph], Halves]) -> MakeProgram:
     return made
 
 
-class ProgramsBySize:
+class Programs:
     """The forwards and backwards of one captured program.
 
-    ``make`` is asked for them whenever there are none for the sizes of a call, before anything of it has run. For the
-    same sizes and another of the numbers that decide none there is nothing to make.
+    ``make`` is asked for them whenever there are none for the sizes of a call, or only those of an earlier plan, before
+    anything of it has run. For the same sizes and another of the numbers that decide none there is nothing to make.
     """
 
-    def __init__(self, make: MakeProgram) -> None:
-        self._make = make
+    def __init__(self, make: MakeProgram, *, is_sized: bool) -> None:
+        self._make, self._is_sized = make, is_sized
         self._joint: JointGraph | None = None
         self._given = 0
         self._tensors: list[int] = []
         """Positions of the program's inputs that are no numbers."""
         self._changing: list[int] = []
         """Positions of those that are, and decide no size."""
-        self._saves_tensor = False
-        """Whether the number of a program is saved as a tensor, since none that the program is given is an integer."""
         self._made: dict[tuple[int, ...], Program] = {}
         self._numbers: dict[tuple[Any, Any], int] = {}
         """By sizes and what changes, the number of the program that runs there."""
         self._programs: dict[int, Program] = {}
         self._count = itertools.count()
+        self._reads_numbers = False
+        """Whether the program computes with numbers that it reads from tensors, so that it may save some."""
+        self._num_saved: dict[int, int] = {}
+        """By the number of a program, how many numbers it saves."""
         self._current = 0
 
     def compiled(self, partition: PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Return a function that runs a captured program at any sizes that its guards allow."""
         self._given = len(inputs)
-        with symbolic_kernels():
+        with symbolic_kernels() if self._is_sized else nullcontext():
             run = aot_backend(partition, self.forward, self.backward)(program, inputs)
 
         def chosen(*given: Any) -> Any:
@@ -91,44 +100,56 @@ class ProgramsBySize:
 
     def captured(self, joint: JointGraph) -> Halves:
         """Remember the joint graph, and return what stands for a partition of it."""
-        self._joint = joint
+        self._joint = joint if self._is_sized else replace(joint, inputs=[])
+        self._reads_numbers = computes_with_data(joint.graph)
+        if not self._is_sized:
+            return _stand_in(joint)
         placeholders = list(enumerate(joint.placeholders))
         if len(joint.arguments) != self._given:
             raise UnsupportedModelError(
                 "its sizes vary, and it is given tensors that are made of several (of a subclass), or runs operators "
                 "with effects"
             )
-        if computes_with_data(joint.graph):  # what is saved is one number, that of the program
+        if self._reads_numbers:
             raise UnsupportedModelError(
                 "its sizes or numbers vary, and it computes with a number that it reads from a tensor"
             )
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)
         self._changing = [at for at, n in placeholders if is_number(n) and symbol_of(n.meta["val"]) not in deciding]
-        self._saves_tensor = not any(is_symbolic(node.meta["val"]) for node in joint.placeholders)
         return _stand_in(joint)
 
     def choose(self, given: Sequence[Any]) -> None:
         """Choose the program for these inputs, which the next call runs."""
         if self._joint is None:
             return  # nothing requires gradients
+        key: Any = _FIXED, _FIXED
+        if self._is_sized:
+            key, given = self._key(given)
+        known = self._programs.get(self._numbers.get(key, -1))
+        if known is None or known.enter() is False:
+            if known is not None:
+                self._made.pop(key[0], None)
+            known = self._remember(key, self._program(key[0], given))
+            known.enter()
+        self._current = self._numbers[key]
+
+    def _key(self, given: Sequence[Any]) -> tuple[tuple[Any, Any], Sequence[Any]]:
+        """Return what decides the program for these inputs, and the inputs with numbers in place of tensors."""
         numbers = {at: x.item() if isinstance(x := given[at], torch.Tensor) else x for at in self._changing}
         given = [numbers.get(at, value) for at, value in enumerate(given)]
         sizes = tuple(x for at, x in enumerate(given) if at not in numbers and not isinstance(x, torch.Tensor))
-        key = sizes, tuple(numbers.values())
-        known = self._programs.get(self._numbers.get(key, -1))
-        if known is None:
-            known = self._remember(key, self._program(sizes, given))
-        self._current = self._numbers[key]
-        if known.entered is not None:
-            known.entered()
+        return (sizes, tuple(numbers.values())), given
 
     def _program(self, sizes: tuple[int, ...], given: Sequence[Any]) -> Program:
         assert self._joint is not None
         made = self._made.get(sizes)
         if made is not None and made.at is not None:
             return made.at(given)
-        self._made[sizes] = self._make(self._joint, given)
+        joint = self._joint
+        if not self._is_sized:
+            joint = replace(joint, inputs=[x for x in given if isinstance(x, torch.Tensor)])
+        self._made[sizes] = self._make(joint, given)
         return self._made[sizes]
 
     def _remember(self, key: tuple[Any, Any], program: Program) -> Program:
@@ -143,24 +164,33 @@ class ProgramsBySize:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward that was chosen; beside what it saves, save its number."""
-        number, tensors = self._current, [arguments[at] for at in self._tensors]
-        arguments.clear()
-        results = list(self._programs[number].forward(tensors))
-        if self._saves_tensor:  # tensors are saved before integers
+        number = self._current
+        if self._is_sized:
+            arguments[:] = [arguments[at] for at in self._tensors]
+        results = list(self._programs[number].forward(arguments))
+        if self._reads_numbers:  # what it saves of these comes last, and AOTAutograd knows of one number alone
             assert self._joint is not None
-            results.insert(self._joint.num_forward_outputs, torch.tensor(number, dtype=torch.float64))
-            return results
+            saved = [*dropwhile(_is_tensor, results[self._joint.num_forward_outputs :])]
+            self._num_saved[number] = len(saved)
+            results = results[: len(results) - len(saved)]
+            results[self._joint.num_forward_outputs : self._joint.num_forward_outputs] = [
+                torch.tensor(x, dtype=_DTYPES[type(x)]) for x in saved
+            ]
         return [*results, number]
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         """Run the backward whose number was saved; numbers have no gradients."""
-        number, *tensors = arguments
-        arguments.clear()
+        number = arguments.pop(0)
         assert self._joint is not None
-        if int(number) not in self._programs:
+        if number not in self._programs:
             raise RuntimeUnsupportedError(f"over {_KEPT} forwards, each with another number, wait for their backwards")
+        if self._reads_numbers:
+            arguments[: self._num_saved[number]] = [x.item() for x in arguments[: self._num_saved[number]]]
+        found = self._programs[number].backward(arguments)
+        if not self._is_sized:
+            return found
         gradients = [None] * len(self._joint.placeholders)
-        for at, gradient in zip(self._tensors, self._programs[int(number)].backward(tensors), strict=True):
+        for at, gradient in zip(self._tensors, found, strict=True):
             gradients[at] = gradient
         return gradients
 
@@ -168,9 +198,14 @@ class ProgramsBySize:
 def _stand_in(joint: JointGraph) -> Halves:
     """Return two graph modules with the outputs of a forward and of a backward, and one saved number."""
     forward_outputs, backward_outputs = joint.outputs
-    number = next(node for held in (is_symbolic, may_stand_in) for node in joint.placeholders if held(node.meta["val"]))
-    forward = _outline(joint, joint.placeholders, [*forward_outputs, number])
+    number = fx.Graph().placeholder("number")
+    number.meta["val"] = some_number(fake_mode_of(joint.graph))
+    forward = _outline(joint, joint.arguments, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
+
+
+def _is_tensor(result: Any) -> bool:
+    return isinstance(result, torch.Tensor)
 
 
 def may_stand_in(held: Any) -> bool:

@@ -201,6 +201,14 @@ def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     return lambda _graph_module, _example_inputs: run
 
 
+def some_number(mode: FakeTensorMode) -> torch.SymInt:
+    """Return a whole number that nobody knows before a program runs."""
+    shapes = mode.shape_env
+    assert shapes is not None
+    with shapes.ignore_fresh_unbacked_symbols():
+        return shapes.create_unbacked_symint()
+
+
 def is_drawn(number: Any) -> bool:
     """Whether a number of a traced program is unbacked: drawn, or read from data."""
     return isinstance(number, torch.SymInt) and not number.node.has_hint()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from cost_models.measured import Profile
     from planner.plans.plan import Plan
 
+BEFORE = "before"
+"""A word for a search that the first step waits for."""
+
 LEAST_BYTES = 2**20
 """Smaller values stay on the device: a transfer of less takes about as long to start as to run."""
 
@@ -170,6 +173,9 @@ class Search(_Group, SolveLimits):
         Seconds until the solver stops improving.
     deterministic : bool
         Count work, not seconds: the same plan every time.
+    wait : bool
+        Let the first step wait for the whole search; ``"before"`` in place of a solver does. Otherwise a wrapped model
+        trains under what a second finds, and a better plan replaces it once a process beside has found one.
     seed : int
         Of random choices in a solver.
     compare : bool
@@ -185,13 +191,24 @@ class Search(_Group, SolveLimits):
     time_limit_seconds: float = _option(10.0, flag="--time-limit")
     deterministic: bool = _option(False)
     seed: int = _option(0, rare=True)
+    wait: bool = False
     compare: bool = True
     progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        SolveLimits.__post_init__(self)
+        if self.solver == BEFORE:
+            object.__setattr__(self, "solver", "auto")
+            object.__setattr__(self, "wait", True)
 
     def tell(self, line: str) -> None:
         """Say how it stands."""
         if self.progress is not None:
             self.progress(line)
+
+    def within(self, seconds: float) -> Search:
+        """Return the same search, for so many seconds at most."""
+        return replace(self, time_limit_seconds=min(seconds, self.time_limit_seconds))
 
     def under(self, name: str) -> Search:
         """Return the same search, each of whose lines begins with a name."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
     from planner.session.step import Options
 
-Prepare = Callable[["Inputs"], "Options"]
-"""Completes the options for new input sizes: what a loss outside the model needs depends on them."""
+Prepare = Callable[["Options", "Inputs"], "Options"]
+"""Completes options for new input sizes: what a loss outside the model needs depends on them."""
 
 
 @runtime_checkable
@@ -39,6 +39,23 @@ class PlannedModel(Protocol):
 
     def stop(self) -> None:
         """Restore the model's submodules; the caller restores the model's own call."""
+        ...
+
+
+class ReplannedModel(PlannedModel, Protocol):
+    """One that may be planned again between two steps."""
+
+    def plan_for(self, inputs: Inputs) -> Plan:
+        """Plan a call ahead of it; nothing of it runs."""
+        ...
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a better plan is looked for beside training."""
+        ...
+
+    def plan_anew(self, options: Options) -> bool:
+        """Plan the next call under other options, with what was captured; False if a new capture is needed."""
         ...
 
 
@@ -74,7 +91,7 @@ class RuntimePlugin(Protocol):
         plan: Plan | None = None,
         replan: bool = True,
         prepare: Prepare | None = None,
-    ) -> PlannedModel:
+    ) -> ReplannedModel:
         """Return what runs in place of the model's call, under ``plan`` if one is given.
 
         Without ``replan`` a plan that does not match the model raises PlanMismatchError instead of being replaced.

@@ -23,7 +23,7 @@ from planner.capture.torch_internals import call_implementation, entered, is_in_
 from planner.capture.trees import leaves_of
 from planner.errors import NoBackwardError
 from planner.plans.plan import Plan
-from planner.runtimes import PlannedModel, Prepare
+from planner.runtimes import Prepare, ReplannedModel
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import DEPENDS_ON_DATA
 from planner.session.step import Options
@@ -51,6 +51,11 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return call
 
 
+def as_they_are(options: Options, _: Inputs) -> Options:
+    """Return options that are complete for all inputs."""
+    return options
+
+
 class PlannedCalls(ABC):
     """The calls of one wrapped model: its options and the plan in force, across input sizes."""
 
@@ -66,7 +71,7 @@ class PlannedCalls(ABC):
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> None:
-        self.model, self.options, self.plan, self.prepare = model, options, plan, prepare
+        self.model, self.options, self.plan, self.prepare = model, options, plan, prepare or as_they_are
         self.is_confirmed = False
         """Whether a step matched the plan that was given."""
         self._must_match = plan is not None and not replan
@@ -88,6 +93,10 @@ class PlannedCalls(ABC):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model as planned; its device is the current one."""
 
+    @abstractmethod
+    def plan_for(self, inputs: Inputs) -> Plan:
+        """Plan a call ahead of it; see :class:`planner.runtimes.ReplannedModel`."""
+
     def runs_plainly(self) -> bool:
         """Whether this call runs the model as it is: without gradients, or where no plan can be carried out."""
         if is_transformed():
@@ -99,13 +108,21 @@ class PlannedCalls(ABC):
             return True
         return not torch.is_grad_enabled()
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether a better plan is looked for beside training."""
+        return False
+
+    def plan_anew(self, options: Options) -> bool:
+        """Return False: what runs is made for one plan."""
+        return False
+
     def stop(self) -> None:  # noqa: B027
         """Do nothing: between calls the model's parts are as they were."""
 
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; a percentage keeps the bytes that it came to before."""
-        if self.prepare is not None:
-            self.options = replace(self.prepare(inputs), budget=self.options.budget)
+        self.options = self.prepare(self.options, inputs)
 
     def options_for_call(self) -> Options:
         """Return the options for this call, with the model's existing gradients, ranks and DDP buckets."""
@@ -148,7 +165,6 @@ class CallsInSituations(PlannedCalls):
         """Plan a call."""
 
     def plan_for(self, inputs: Inputs) -> Plan:
-        """Plan a call ahead of it."""
         situation = self.situation(inputs)
         self._decided[situation] = self.decide(inputs)
         return self._decided[situation][0]
@@ -231,6 +247,6 @@ class RuntimeOfCalls:
     runs_sharded = False
     runs_compiled_parts = False
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> ReplannedModel:
         """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
         return self.calls(model, options, **settings)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cost_models.devices import DeviceSpec
+from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of, storages_on_cpu
 from planner.capture.trees import leaf_tensors, leaves_of, tensors_in
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
@@ -29,7 +30,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.static_memory import FINDS, LossMemory
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
-from planner.runtimes import PlannedModel
+from planner.runtimes import ReplannedModel
 from planner.runtimes._whole_step import WholeStep, awaiting, close_step, close_step_if_over, step_with
 from planner.session.step import Options, outputs_of
 
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-Start = Callable[[Options, Plan | None], PlannedModel]
+Start = Callable[[Options, Plan | None], ReplannedModel]
 """Starts the runtime under options, and a plan if there is one for them."""
 
 _STEPS = 4
@@ -159,6 +160,7 @@ class ObservedCalls:
         beside_bytes = self.plan.static_bytes.get("reserve", 0) - self._reserve_bytes if self.plan is not None else 0
         outputs = outputs_of(options)
         seen = {
+            "a better plan is looked for in a process beside training": self._running.is_searching,
             f"outputs are {outputs}": self._may_drop and outputs != HELD,
             "gradients of earlier backwards are there when a step begins": options.training.gradient_accumulation,
             "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
@@ -203,7 +205,7 @@ class ObservedCalls:
         if self._asked is not None:
             return self._watched(step, plan, self._planned_anew(self._asked, args, kwargs))
         if plan is None:
-            return self._watched(step, plan, self._first_planned(args, kwargs))
+            return self._watched(step, plan, self._first_planned(lambda: self._running(*args, **kwargs)))
         return self._watched(step, plan, self._running(*args, **kwargs))
 
     def _is_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -222,15 +224,19 @@ class ObservedCalls:
             found = before_observing(self._options, self.around)
             self._asked = found if found.optimizer is not None else None
 
-    def _first_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first call, under a plan for a loop that drops outputs if no other fits."""
+    def plan_for(self, inputs: Inputs) -> Plan:
+        """Plan the first call ahead of it."""
+        return self._first_planned(lambda: self._running.plan_for(inputs))
 
-        def run(options: Options) -> Any:
+    def _first_planned(self, run: Callable[[], Result]) -> Result:
+        """Plan or run the first call, for a loop that drops outputs if no other plan fits."""
+
+        def run_under(options: Options) -> Result:
             if options is not self._options:
                 self._start_anew(options)
-            return self._running(*args, **kwargs)
+            return run()
 
-        return or_dropped(run, self._options, may_drop=self._may_drop)
+        return or_dropped(run_under, self._options, may_drop=self._may_drop)
 
     def _planned_anew(self, asked: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call under a plan for what was observed; if there is none, under the plan before.
@@ -240,7 +246,7 @@ class ObservedCalls:
         running, options, was_planned = self._running, self._options, self.plan is not None
         self._start_anew(asked)
         if not was_planned:
-            return self._first_planned(args, kwargs)
+            return self._first_planned(lambda: self._running(*args, **kwargs))
         try:
             return self._running(*args, **kwargs)
         except InfeasibleBudgetError as error:
@@ -253,10 +259,10 @@ class ObservedCalls:
                 reserve -= least_bytes - running.plan.budget_bytes
                 if reserve > (running.plan.static_bytes.get("reserve", 0)):
                     lowest = replace(asked, training=replace(asked.training, reserve=reserve))
-                    self._running, self._options = running, options
+                    self._back_to(running, options)
                     return self._planned_anew(lowest, args, kwargs)
-            self._running, self._options, self._is_fixed = running, options, True
-            self._is_said, self._to_watch, self._to_measure = True, 0, 0
+            self._back_to(running, options)
+            self._is_fixed, self._is_said, self._to_watch, self._to_measure = True, True, 0, 0
             if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
                 uncounted = "what the step holds beside this call (a loss outside the model, other calls, other models)"
             elif asked.optimizer is not options.optimizer:
@@ -276,7 +282,14 @@ class ObservedCalls:
         budget = replace(options.budget, at_least_bytes=0)  # what other outputs are a percentage of is another step
         options = replace(options, budget=budget.after(plan.budget_bytes) if same and plan else budget, eager=None)
         self._options, self._asked = options, None
-        self._running = self._start(options, None)
+        if not self._running.plan_anew(options):
+            self._running = self._start(options, None)
+
+    def _back_to(self, running: ReplannedModel, options: Options) -> None:
+        """Take the runtime and the options back that were in force."""
+        if self._running is running:
+            running.plan_anew(options)
+        self._running, self._options = running, options
 
     # Outputs.
 

@@ -22,7 +22,6 @@ from planner.capture.symbolic import SizedFloat, SizedInt, Sizes, at_sizes
 from planner.capture.torch_internals import boxed
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import weakly
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import PlannedStep
 
@@ -83,7 +82,8 @@ Code = tuple[SizedGraph, SizedGraph]
 class SizedPrograms:
     """Programs of one symbolic joint graph; ``plan`` plans a specialized graph, ``follow`` a size by the formula.
 
-    Every call tells ``entered`` the plan in force.
+    Every call enters its plan by what
+    ``entering`` returns for it.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class SizedPrograms:
         model: nn.Module,
         plan: Callable[[JointGraph], PlannedStep],
         follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
-        entered: Callable[[Plan], None],
+        entering: Callable[[Plan], Callable[[], bool | None]],
     ) -> None:
-        self._model, self._plan, self._follow, self._entered = model, plan, follow, entered
+        self._model, self._plan, self._follow, self._entering = model, plan, follow, entering
         self._formula: SizedStep | None = None
         self._is_confirmed = False
         self._code: dict[Any, Code] = {}
@@ -109,7 +109,7 @@ class SizedPrograms:
         else:
             assert self._formula is not None
             code = self._code_for(self._formula, planned)
-        return _bound(code, weakly(self._entered, planned.plan), joint, given)
+        return _bound(code, self._entering(planned.plan), joint, given)
 
     def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
         if self._formula is None or not self._is_confirmed:
@@ -139,11 +139,11 @@ class SizedPrograms:
         return self._code[run]
 
 
-def _bound(code: Code, entered: Callable[[], None], joint: JointGraph, given: Sequence[Any]) -> Program:
+def _bound(code: Code, enter: Callable[[], bool | None], joint: JointGraph, given: Sequence[Any]) -> Program:
     """Return code bound to the numbers of one size."""
     sizes = Sizes(joint, given)
     forward, backward = (half.at(sizes) for half in code)
-    return Program(forward, backward, entered, partial(_bound, code, entered, joint))
+    return Program(forward, backward, enter, partial(_bound, code, enter, joint))
 
 
 def _run_by(planned: PlannedStep) -> Any:

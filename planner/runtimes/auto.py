@@ -27,8 +27,8 @@ from planner.common.units import format_seconds
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.runtimes import PlannedModel, Prepare
-from planner.runtimes._calls import RuntimeOfCalls, situation_of
+from planner.runtimes import Prepare, ReplannedModel
+from planner.runtimes._calls import RuntimeOfCalls, as_they_are, situation_of
 from planner.session.step import Options
 
 _RULE = "runtime"
@@ -195,7 +195,8 @@ class AutoRuntime:
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> None:
-        self._model, self._options, self._replan, self._prepare = model, options, replan, prepare
+        self._model, self._options, self._replan = model, options, replan
+        self._prepare = prepare or as_they_are
         self._notes = [w for w in plan.warnings if w.rule == _RULE] if plan is not None else []
         self._running = self._start(plan.runtime if plan is not None else choose(model), plan)
         self._may_change = plan is None or replan
@@ -205,7 +206,7 @@ class AutoRuntime:
         """By its identity, a plan as it was made, and with the notes."""
         self._refused: set[Any] = set()
         """Situations in the middle of training that the running runtime could not capture."""
-        self._instead: PlannedModel | None = None
+        self._instead: ReplannedModel | None = None
         """The runtime for those situations."""
         self._current = self._running
 
@@ -221,7 +222,9 @@ class AutoRuntime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
-        if not self._is_compared and torch.is_grad_enabled() and self._running.plan is not None:
+        is_known = self._running.plan is not None and not self._running.is_searching
+        if not self._is_compared and torch.is_grad_enabled() and is_known:
+            assert self._running.plan is not None
             self._compare(self._running.plan, Inputs(args, kwargs))
         if not self._may_change:
             return self._running(*args, **kwargs)
@@ -240,23 +243,52 @@ class AutoRuntime:
             return self._run_instead(refusal, args, kwargs)
         return self._run_other(refusal, others, args, kwargs)
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether a better plan is looked for beside training."""
+        return self._running.is_searching
+
+    def plan_anew(self, options: Options) -> bool:
+        """Plan the next call under other options where the candidate that runs can."""
+        self._options = options
+        if not self._may_change or self._instead is not None:
+            return False
+        self._is_compared = False
+        return self._running.plan_anew(_for(candidates(self._model)[0], options))
+
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         self._running.stop()
         if self._instead is not None:
             self._instead.stop()
 
-    def _compare(self, captured: Plan, inputs: Inputs) -> None:
-        """Take eager's step once the first call has shown that the captured one is dearer."""
-        self._is_compared, options = True, self._prepare(inputs) if self._prepare is not None else self._options
+    def plan_for(self, inputs: Inputs) -> Plan:
+        """Plan a call ahead of it; see :class:`planner.runtimes.ReplannedModel`."""
+        first = candidates(self._model)[0]
+        if self._running.plan is not None:
+            self._running.plan_for(inputs)
+        else:
+            try:
+                planned: Plan | Refusal = self._running.plan_for(inputs)
+            except PlannerError as error:
+                planned = Refusal(first, error)
+            self._compare(planned, inputs)
+        assert self.plan is not None
+        return self.plan
+
+    def _compare(self, captured: Plan | Refusal, inputs: Inputs) -> None:
+        """Take another candidate if the first one refuses, or eager's step if the captured one is dearer."""
+        self._is_compared, options = True, self._prepare(self._options, inputs)
         tried: Tried = [captured]
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
             others = candidates(self._model)[1:]  # several ranks have none: each would choose for itself
             plan = try_each(others, tried, options, partial(self._planned, inputs, options))
-        if plan is not None and plan is not captured:
+        if plan is None:
+            raise reason(tried)
+        if plan is not captured:
             self._running.stop()
-            self._running = self._current = self._start("modules", plan)
-            self._notes, self._may_change = [*explained(plan, tried, options).warnings], False
+            self._running = self._current = self._start(plan.runtime, plan)
+            self._notes, self._may_change = [*explained(plan, tried, options).warnings], plan.runtime == "parts"
 
     def _planned(self, inputs: Inputs, options: Options, name: str) -> Plan:
         return runtimes.get(name).plan(self._model, inputs, _for(name, options))
@@ -279,9 +311,9 @@ class AutoRuntime:
             _said(refusal, self._options, "modules")
         return result
 
-    def _started(self, refusal: Refusal, tried: Tried, others: Sequence[str], inputs: Inputs) -> PlannedModel:
+    def _started(self, refusal: Refusal, tried: Tried, others: Sequence[str], inputs: Inputs) -> ReplannedModel:
         """Plan with the other candidates and start the cheapest."""
-        options = self._prepare(inputs) if self._prepare is not None else self._options
+        options = self._prepare(self._options, inputs)
         parts: Any = self._start("parts", None)
 
         def plan_with(name: str) -> Plan:
@@ -333,10 +365,9 @@ class AutoRuntime:
         """Return a key that ignores the values of numbers: each of them would cost a capture."""
         return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
 
-    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> PlannedModel:
-        prepare, options = self._prepare, _for(name, options or self._options)
-        completed = (lambda seen: _for(name, prepare(seen))) if prepare is not None else None
-        return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=completed)
+    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> ReplannedModel:
+        options = _for(name, options or self._options)
+        return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=self._prepare)
 
 
 class _Auto(RuntimeOfCalls):

@@ -15,12 +15,20 @@ import torch
 from torch import fx, nn
 
 from planner.analysis.eager_baseline import eager_step
+from planner.analysis.search_beside import SearchBeside, is_worth_it
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable, varying_dimensions
 from planner.capture.joint import JointGraph, reach_of
-from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs, loss_outputs
+from planner.capture.joint_capture import (
+    NOT_CAPTURED,
+    IsolatedCall,
+    Stopped,
+    differentiable_outputs,
+    loss_outputs,
+    until_stopped_by,
+)
 from planner.capture.model_facts import is_sharded
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
@@ -28,6 +36,7 @@ from planner.capture.symbolic import OtherProgramError, Sizes
 from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
+    boxed,
     call_implementation,
     dynamic_dimensions,
     is_marked_dynamic,
@@ -35,6 +44,7 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
+from planner.common.options import AUTO
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
 from planner.plans.reuse import is_reused
@@ -42,6 +52,7 @@ from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._sized import SizedPrograms
+from planner.runtimes._whole_step import awaiting
 from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured, plan_study
@@ -53,6 +64,9 @@ _log = logging.getLogger("planner")
 
 _OFTEN = 8
 """A warning is given after this many captures in a row."""
+
+_AT_ONCE_SECONDS = 1.0
+"""For the search that the first step waits for."""
 
 _ENOUGH = 0.002
 """Gap to the bound, as a share of the step, at which planning of later sizes stops: training waits for it."""
@@ -134,7 +148,8 @@ class GraphRuntime(PlannedCalls):
     ) -> None:
         super().__init__(model, options, **settings)
         self._plans = PlansBySize(self.plan, is_kept=self._must_match)
-        self._graphs = 0
+        self._graphs = self._generation = 0
+        """How many graphs were captured, and how often options changed: a program of earlier options is made again."""
         self.compiler = compiler
         self._completed_for: Any = None
         self._sizes: list[list[torch.Size]] = []
@@ -151,6 +166,12 @@ class GraphRuntime(PlannedCalls):
         """Whether FSDP2's hooks run around the graphs, which then replace the model's ``forward`` alone."""
         self._own_call = model.forward if self._in_hooks else call_implementation(model)
         self._expected: list[int] | None = None
+        self._beside: tuple[SearchBeside, PlannedStep] | None = None
+        """The search for a better plan, and the step that it is for."""
+        self._searched: PlannedStep | None = None
+        """The step for which a better plan was found, to be taken at the next call."""
+        self._is_ahead = False
+        """Whether a call is planned and does not run."""
         self._in_a_row = 0
         """How many calls in a row, up to the last, were captured."""
         self._changes = ""
@@ -288,17 +309,53 @@ class GraphRuntime(PlannedCalls):
         )
         return new(), new()
 
+    def plan_for(self, inputs: Inputs) -> Plan:
+        """Capture and plan a call ahead of it: the next one like it runs at once."""
+        check_plannable(self.model, inputs)
+        self._is_ahead = True
+        try:
+            until_stopped_by(self.model, lambda: self.run(inputs.args, inputs.kwargs))
+        finally:
+            self._is_ahead = False
+        assert self.plan is not None
+        return self.plan
+
+    def plan_anew(self, options: Options) -> bool:
+        """Plan under other options from the next call on, with the graphs that were captured; Inductor's are code."""
+        if self.compiler is not aot_backend or not self._graphs:
+            return False
+        self.options, self._completed_for = options, None
+        self._forget_plans()
+        return True
+
+    def _forget_plans(self) -> None:
+        """Plan each size again when it is called next."""
+        self._generation += 1
+        self._plans, self._sized, self._beside, self._searched = PlansBySize(), {}, None, None
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a better plan is looked for beside training."""
+        return self._beside is not None
+
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph, and write its forward and backward."""
         step = self._plain(joint)
         return extract_fwd_bwd(step.lowered, step.schedule, step.over)
 
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
-        """Return the program for one size of a symbolic capture."""
-        if joint.graph not in self._sized:
-            self._sized[joint.graph] = SizedPrograms(self.model, self._at_new_sizes, self._followed, self._use)
-        with one_at_a_time:
-            return self._sized[joint.graph].program(joint, given)
+        """Plan one captured graph, or one size of a symbolic capture, and return what runs it."""
+        with log_progress(type(self.model).__name__):
+            if joint.varies:
+                if joint.graph not in self._sized:
+                    self._sized[joint.graph] = SizedPrograms(
+                        self.model, self._at_new_sizes, self._followed, self._entering
+                    )
+                return self._sized[joint.graph].program(joint, given)
+            self._complete_for(self._inputs)
+            forward, backward = map(boxed, self.partition(joint))
+            assert self.plan is not None
+            return Program(forward, backward, self._entering(self.plan))
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
         self._complete_for(self._inputs)
@@ -340,8 +397,29 @@ class GraphRuntime(PlannedCalls):
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; the first must match a given plan."""
-        plan = partial(plan_step, self.model, joint, self.options, must_match=self.must_match)
-        return self._reusing(self._input_sizes(joint), plan)
+        return self._reusing(self._input_sizes(joint), partial(self._planned_at_once, joint))
+
+    def _planned_at_once(self, joint: JointGraph, reuse: Plan | None = None) -> PlannedStep:
+        """Plan by what is found in a second, and go on searching in a process beside training.
+
+        Where that has found a better plan, the step is planned with it.
+        """
+        options, search, searched = self.options, self.options.search, self._searched
+        plan = partial(plan_step, self.model, joint, reuse=reuse, must_match=self.must_match)
+        is_of_others = options.offload.enabled or options.policy is not None or options.runtime.chunk != 1
+        waits = search.wait or search.deterministic or search.solver != AUTO or is_of_others
+        if waits or searched is not None or self.must_match:
+            self._searched = None
+            return plan(options, known=searched)
+        try:
+            step = plan(replace(options, search=search.within(_AT_ONCE_SECONDS)))
+        except InfeasibleBudgetError as error:
+            if error.is_proven:
+                raise
+            return plan(options)
+        if not is_reused(step.plan) and is_worth_it(step.plan, search):
+            self._beside = SearchBeside(step.study, step.plan, {"budget": options.budget, "search": search}), step
+        return step
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
         self.put_in_force(step.plan)
@@ -374,7 +452,7 @@ class GraphRuntime(PlannedCalls):
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
         reach = reach_of(joint)
-        put_in_force = weakly(self._use, None if joint.varies else self.plan)
+        put_in_force = weakly(self._use, self._generation, None if self.compiler is aot_backend else self.plan)
         late = None
         if others:
             late = LateGradients(graph_module, joint, others, weakly(self._expect, sorted([*differentiable, *others])))
@@ -391,8 +469,21 @@ class GraphRuntime(PlannedCalls):
 
         return finished
 
-    def _use(self, plan: Plan | None) -> None:
-        self.plan = plan or self.plan
+    def _entering(self, plan: Plan) -> Callable[[], bool | None]:
+        """Return what puts a plan in force, as long as it is one of the present options."""
+        return weakly(self._use, self._generation, plan)
+
+    def _use(self, generation: int, plan: Plan | None) -> bool:
+        if self._beside is not None and self._beside[0].is_over and not awaiting():
+            (beside, step), self._beside = self._beside, None
+            if beside.take():
+                self._forget_plans()
+                self._searched = step
+        if generation == self._generation:
+            self.plan = plan or self.plan
+            if self._is_ahead:
+                raise Stopped(self.plan)
+        return generation == self._generation
 
     def _expect(self, positions: list[int]) -> None:
         """Plan for these outputs from the next call on."""

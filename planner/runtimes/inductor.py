@@ -28,10 +28,10 @@ from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
-from planner.runtimes import PlannedModel
+from planner.runtimes import ReplannedModel
 from planner.runtimes._calls import RuntimeOfCalls
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
-from planner.runtimes.graph import GraphRuntime
+from planner.runtimes.graph import GraphRuntime, PlansBySize
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
 
@@ -46,8 +46,9 @@ class InductorRuntime(GraphRuntime):
         self._fits = False
         self._search = CodeSearch[list[Draft]]()
 
-    def plan_only(self, inputs: Inputs) -> Plan:
+    def plan_for(self, inputs: Inputs) -> Plan:
         """Plan one step by its drafted code; nothing is compiled or run."""
+        check_plannable(self.model, inputs)
 
         def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
             self._draft_that_fits(partition, graph_module, example_inputs)
@@ -62,6 +63,7 @@ class InductorRuntime(GraphRuntime):
             choose_outputs=partial(loss_outputs, loss=self.options.loss),
             compiler=lambda p: partial(drafted, p),
         )
+        self._plans = PlansBySize(plan, is_kept=self._must_match)
         return plan
 
     def planned(self, joint: JointGraph) -> PlannedStep:
@@ -119,7 +121,7 @@ class Compiles(RuntimeOfCalls):
     tolerance = 1e-4
     exact_peak = False
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> ReplannedModel:
         """Start the calls; see :meth:`planner.runtimes.RuntimePlugin.start`."""
         if of_model(model).type != "meta":  # where it will be is known at its first call
             check_can_compile(model, options)
@@ -138,8 +140,7 @@ class _Inductor(Compiles):
         check_can_compile(model, options)
         begun = time.perf_counter()
         options.search.tell("capturing forward and backward")
-        check_plannable(model, inputs)
-        plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
+        plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_for(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
 

@@ -24,7 +24,7 @@ from planner.errors import UsageError
 from planner.findings.finding import Finding
 from planner.ir.static_memory import FINDS, SHARDS
 from planner.plans.plan import Plan
-from planner.runtimes import PlannedModel
+from planner.runtimes import ReplannedModel
 from planner.runtimes._calls import (
     MAY_BE_ABOVE,
     CallsInSituations,
@@ -145,7 +145,7 @@ class Regional(RuntimeOfCalls):
     kind: ClassVar[type[PlannedUnit]] = PlannedUnit
     """The class that runs a block."""
 
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> PlannedModel:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> ReplannedModel:
         """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
         return RegionalRuntime(model, options, self, **settings)
 

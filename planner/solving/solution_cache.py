@@ -58,6 +58,8 @@ def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
 def find(problem: Problem, key: str) -> Solution | None:
     """Return the cached solution of a key, if it is intact and its claim holds for this problem."""
     begun = time.perf_counter()
+    if key in _remembered:
+        return _solution(problem, key, _remembered[key])
     solution = cache_folder.find(KIND, key, partial(_solution, problem, key), _LARGEST_ENTRY_BYTES)
     if solution is None:
         return None
@@ -67,7 +69,29 @@ def find(problem: Problem, key: str) -> Solution | None:
 def keep(key: str, solution: Solution) -> None:
     """Cache a solution under a key; ignored if the folder cannot be written."""
     content = {"key": key, **to_data(solution)}
-    cache_folder.keep(KIND, key, json.dumps({"digest": _digest(content), "solution": content}), LIMIT_BYTES)
+    text = json.dumps({"digest": _digest(content), "solution": content})
+    if _collected is not None:
+        _collected[key] = text
+    cache_folder.keep(KIND, key, text, LIMIT_BYTES)
+
+
+_remembered: dict[str, str] = {}
+"""Solutions that another process found for this one, by key, as they are in files."""
+
+_collected: dict[str, str] | None = None
+
+
+def collect() -> Mapping[str, str]:
+    """Return where all solutions of this process will be, by key, as :func:`remember` takes them."""
+    global _collected
+    _collected = {}
+    return _collected
+
+
+def remember(solutions: Mapping[str, str]) -> None:
+    """Remember what another process found, in place of what the last one did."""
+    _remembered.clear()
+    _remembered.update(solutions)
 
 
 def digest_of_source(package: Path) -> str:
