@@ -21,7 +21,7 @@ from torch import fx
 from planner.capture.inductor_order_internals import Placement, must_stay_apart
 from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction, outside_tracing
 from planner.common.registry import did_you_mean
-from planner.errors import PlannerError, UsageError
+from planner.errors import RuntimeUnsupportedError, UsageError
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,10 @@ def draft_with_inductor(
     return drafts
 
 
+class OtherCodeError(RuntimeUnsupportedError):
+    """What Inductor wrote is not what it had drafted, so its peak is not known."""
+
+
 def compile_with_inductor(
     partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any, drafts: Sequence[Draft]
 ) -> Callable[..., Any]:
@@ -154,7 +158,7 @@ def compile_with_inductor(
 
     def check(source: str) -> None:
         if _calling(source) not in known:
-            raise PlannerError("Inductor wrote other code than it had drafted for the same graph: use runtime 'graph'")
+            raise OtherCodeError("Inductor wrote other code than it had drafted for the same graph")
 
     def compile_one(compile_fx_inner: Any, *arguments: Any, **options: Any) -> Any:
         with patch.object(GraphLowering, "save_output_code", staticmethod(check)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+from planner.common.limits import Clock
 from planner.common.options import Budget, Search
 from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region
@@ -28,6 +30,9 @@ from planner.solving.incumbent import Incumbent
 _SHORTER = 4
 """By what the time for a search is divided that comes after another."""
 
+
+_LEAST_SHARE = 0.1
+"""Of its time, what a search has even where those before it took all."""
 
 ATTEMPTS = 6
 """How often a step is solved for less; most plans whose blocks break a budget need one."""
@@ -93,11 +98,13 @@ def make_plan(
             raise too_little(problem, search, "what is resident alone")
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise too_little(problem, search, "the optimizer's step", after_bytes)
-        again = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER)
+        again, clock = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER), search.clock()
         solution = solved_in_blocks(
             problem,
             static_memory,
-            lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
+            lambda asked: solved_in_best_order(
+                asked, search if asked is problem else again, partial(_solved, clock=clock)
+            ),
             lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
         )
     except InfeasibleBudgetError as error:
@@ -171,16 +178,17 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
     return replace(problem, budget_bytes=most_bytes) if most_bytes < too_much else None
 
 
-def _solved(problem: Problem, search: Search) -> Solution:
-    """Return the cached solution, or search for one and cache it."""
+def _solved(problem: Problem, search: Search, clock: Clock) -> Solution:
+    """Return the cached solution, or search for one for what is left of all the time, and cache it."""
     if problem.decisions.moves:
-        return solved_by_policy(problem, lambda asked: _solved(asked, search))
+        return solved_by_policy(problem, lambda asked: _solved(asked, search, clock))
     if problem.regions is not None:  # what is kept does not say which regions were chosen
         return solved(problem, search.solver, effort=search, progress=search.progress)
     key = solution_cache.key_of(problem, search.solver, search)
     found = solution_cache.find(problem, key)
     if found is None:
-        found = _searched(problem, search)
+        left_seconds = max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)
+        found = _searched(problem, search if search.deterministic else search.within(left_seconds))
         solution_cache.keep(key, found)
     return found
 

@@ -9,6 +9,7 @@ added up in another order.
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
+from planner.capture.inductor_internals import (
+    Draft,
+    OtherCodeError,
+    compile_with_inductor,
+    draft_with_inductor,
+    missing_compiler,
+)
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
@@ -45,6 +52,21 @@ class InductorRuntime(GraphRuntime):
         """The last planned step."""
         self._fits = False
         self._search = CodeSearch[list[Draft]]()
+        self._instead: GraphRuntime | None = None
+        """Runs all calls once Inductor wrote other code than it had drafted."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the compiled code for a call; eager kernels under a plan, if that is not the code that was drafted."""
+        if self._instead is None:
+            try:
+                return super().run(args, kwargs)
+            except OtherCodeError as error:
+                warnings.warn(f"{error}: {type(self.model).__name__} runs under the runtime 'graph'", stacklevel=5)
+            options = replace(self.options, runtime=replace(self.options.runtime, name="graph"))
+            self._instead = GraphRuntime(self.model, options, prepare=self.prepare)
+        result = self._instead.run(args, kwargs)
+        self.plan = self._instead.plan
+        return result
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan one step by its drafted code; nothing is compiled or run."""
