@@ -45,7 +45,8 @@ _SECONDS_PER_RUN = 1e-4
 """About what it takes to give a plan its times, for each of its runs, likewise."""
 
 _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
-"""Share of the time that is left for the most promising choice of values, and for another one."""
+"""Share of the time that is left for a plan without offload, and then for the most promising choice of values, and for
+another choice."""
 
 
 class OffloadSearchSolver:
@@ -100,9 +101,10 @@ class _OffloadSearch:
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
         everything = first_within(problem, self.movable)
+        # First without offload: planned after it, in less time, the step of Qwen3-8B took 22.6% more in place of 10.0%.
+        self.attempt(frozenset(), share=_FIRST_SHARE)
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.make_room()
-        self.attempt(frozenset(), share=_FIRST_SHARE)
         for values in (*chosen[1:], everything):
             self.attempt(values)
         if self.incumbent.schedule is None:
