@@ -104,13 +104,9 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "peak_repair": (FLOORS, {"solving.minimum_peak_search.with_lower_peak": _second}),
     "orders": (ORDERS, {"plans.ordering.promising_order": _value(None)}),
     "offload_bound": (OFFLOADS, {"solvers.offload_search._OffloadSearch.solved": _value(Answer(None, 0.0))}),
-    "transfer windows": (
-        OFFLOADS, {f"{where}.widened": _second for where in ("solvers.offload_search", "solving.single_flip_search")},
-    ),
+    "transfer windows": (OFFLOADS, {"solvers.offload_search.widened": _second}),
     "room for transfers": (OFFLOADS, {"solvers.offload_search._OffloadSearch.make_room": _value(None)}),
     "single values": (OFFLOADS, {"solvers.offload_search._OffloadSearch.flip": _value(False)}),
-    "single_flip_search": (OFFLOADS, {"solving.single_flip_search.SingleFlipSearch.better": _value(None)}),
-    "waiting less: all of it": (OFFLOADS, {"solvers.offload_search._OffloadSearch.wait_less": _value(None)}),
 }  # fmt: skip
 """By name, the cases that a part works on, and what is replaced to switch it off."""
 
