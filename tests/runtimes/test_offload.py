@@ -23,7 +23,7 @@ from planner.errors import (
     ScheduleError,
     UsageError,
 )
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, host_of
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
@@ -38,7 +38,7 @@ from planner.solving.offload_bound import build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
-from tests.example_graphs import transformer
+from tests.example_graphs import by_reads, transformer
 from tests.models import Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
@@ -53,21 +53,7 @@ LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
 def chain() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
     """Four operations forward with results of 4 bytes, and four backward, each of which reads one of them."""
     reads = [(), (0,), (1,), (2,), (3,), (4, 2), (5, 1), (6, 0)]
-    graph = TrainingGraph(
-        operations=tuple(
-            Operation(
-                name=f"o{i}",
-                key=f"o{i}",
-                target="",
-                inputs=inputs,
-                outputs=(i,),
-                phase=Phase.FORWARD if i < 4 else Phase.BACKWARD,
-            )
-            for i, inputs in enumerate(reads)
-        ),
-        values=tuple(Value(name=f"v{i}", size_bytes=4) for i in range(len(reads))),
-    )
-    return graph, (OperationCost(seconds=1.0),) * len(reads)
+    return by_reads(reads, [4] * len(reads), forward=4), (OperationCost(seconds=1.0),) * len(reads)
 
 
 def posed(share: float, host: Host = LINK, seed: int | None = None) -> Problem:
