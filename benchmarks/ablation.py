@@ -94,9 +94,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tree: branching (HiGHS branches instead)": (PLANS, {"solvers.ilp._StepCutSearch.whole": _whole_by_highs}),
     "repair of integer solutions": (PLANS, {"solvers.ilp._StepCutSearch.mend": _value(None)}),
     "repair of integer solutions: reruns taken back": (PLANS, {"solvers.ilp.take_back": _second}),
-    "solution_pool: crossing": (
-        PLANS, {"solvers.search.SolutionPool.crossed": lambda pool: list(pool.random.choice(pool.members).keys)},
-    ),
     "minimum_peak_search for a first plan": (FIRST, {"solvers.search.lowest_plan": _second}),
     "peak_proof": (FLOORS, {"solving.peak_bounds.proven_by_last_births": _highest}),
     "peak_proof: pairs": (FLOORS, {"solving.peak_proof.Births._by_pairs": lambda _, live, peak: peak}),
