@@ -94,9 +94,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tree: branching (HiGHS branches instead)": (PLANS, {"solvers.ilp._StepCutSearch.whole": _whole_by_highs}),
     "repair of integer solutions": (PLANS, {"solvers.ilp._StepCutSearch.mend": _value(None)}),
     "repair of integer solutions: reruns taken back": (PLANS, {"solvers.ilp.take_back": _second}),
-    "solution_pool: crossing": (
-        PLANS, {"solvers.search.SolutionPool.crossed": lambda pool: list(pool.random.choice(pool.members).keys)},
-    ),
     "minimum_peak_search for a first plan": (FIRST, {"solvers.search.lowest_plan": _second}),
     "peak_proof": (FLOORS, {"solving.peak_bounds.proven_by_last_births": _highest}),
     "peak_proof: pairs": (FLOORS, {"solving.peak_proof.Births._by_pairs": lambda _, live, peak: peak}),
@@ -104,13 +101,9 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "peak_repair": (FLOORS, {"solving.minimum_peak_search.with_lower_peak": _second}),
     "orders": (ORDERS, {"plans.ordering.promising_order": _value(None)}),
     "offload_bound": (OFFLOADS, {"solvers.offload_search._OffloadSearch.solved": _value(Answer(None, 0.0))}),
-    "transfer windows": (
-        OFFLOADS, {f"{where}.widened": _second for where in ("solvers.offload_search", "solving.single_flip_search")},
-    ),
+    "transfer windows": (OFFLOADS, {"solvers.offload_search.widened": _second}),
     "room for transfers": (OFFLOADS, {"solvers.offload_search._OffloadSearch.make_room": _value(None)}),
     "single values": (OFFLOADS, {"solvers.offload_search._OffloadSearch.flip": _value(False)}),
-    "single_flip_search": (OFFLOADS, {"solving.single_flip_search.SingleFlipSearch.better": _value(None)}),
-    "waiting less: all of it": (OFFLOADS, {"solvers.offload_search._OffloadSearch.wait_less": _value(None)}),
 }  # fmt: skip
 """By name, the cases that a part works on, and what is replaced to switch it off."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.schedule import Schedule, recompute_lazily
@@ -14,7 +16,8 @@ ROUND_BYTES = 64
 class Builder:
     """Adds operations in base order and keeps the bookkeeping of values, keys and costs."""
 
-    def __init__(self) -> None:
+    def __init__(self, alignment_bytes: int = 64) -> None:
+        self.alignment_bytes = alignment_bytes
         self.operations: list[Operation] = []
         self.values: list[Value] = []
         self.costs: list[OperationCost] = []
@@ -43,7 +46,7 @@ class Builder:
         outputs = []
         for size in sizes:
             outputs.append(len(self.values))
-            rounded = -(-size // ROUND_BYTES) * ROUND_BYTES
+            rounded = -(-size // self.alignment_bytes) * self.alignment_bytes
             self.values.append(Value(name=f"v{len(self.values)}", size_bytes=rounded, kind=kind, retained=retained))
         self.operations.append(
             Operation(
@@ -71,9 +74,26 @@ class Builder:
             operations=tuple(self.operations),
             values=tuple(self.values),
             static_bytes=static_bytes,
-            alignment_bytes=ROUND_BYTES,
+            alignment_bytes=self.alignment_bytes,
             name=name,
         )
+
+
+def by_reads(
+    reads: Sequence[Sequence[int]], sizes: Sequence[int], *, forward: int | None = None, retained: Sequence[int] = ()
+) -> TrainingGraph:
+    """Return a step by what each operation reads and how many bytes it makes, and how many of them are forward."""
+    operations = (
+        Operation(name=f"o{i}", key=f"o{i}", target="", inputs=tuple(inputs), outputs=(i,))
+        for i, inputs in enumerate(reads)
+    )
+    return TrainingGraph(
+        operations=tuple(
+            one if forward is None or i < forward else replace(one, phase=Phase.BACKWARD)
+            for i, one in enumerate(operations)
+        ),
+        values=tuple(Value(name=f"v{i}", size_bytes=size, retained=i in retained) for i, size in enumerate(sizes)),
+    )
 
 
 def transformer(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,11 +38,32 @@ def perceptron(
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), *between, nn.Linear(hidden, width))
 
 
-class Stack(nn.Module):
+class Layers(nn.Module):
+    """Layers, each made by what its class names it with, and what a test gives beside: its forward uses both."""
+
+    makers: ClassVar[dict[str, Callable[[], Any]]] = {}
+
+    def __init_subclass__(cls, **makers: Callable[[], Any]) -> None:
+        cls.makers = {**cls.makers, **makers}
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        for name, made in {**{name: make() for name, make in self.makers.items()}, **given}.items():
+            setattr(self, name, made)
+
+
+def linear(*sizes: int, **options: Any) -> Callable[[], nn.Linear]:
+    """Return what makes such a linear layer."""
+    return partial(nn.Linear, *sizes, **options)
+
+
+class Stack(Layers):
     """Blocks, each of which adds to what it is given, and the mean square as a loss, inside or outside."""
 
-    def __init__(self, depth: int = 3, block: Callable[[], nn.Module] = perceptron, *, has_loss: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self, depth: int = 3, block: Callable[[], nn.Module] = perceptron, *, has_loss: bool = True, **given: Any
+    ) -> None:
+        super().__init__(**given)
         self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.has_loss = has_loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.errors import PlanMismatchError
@@ -38,27 +38,12 @@ class OffloadedValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadedModule:
-    """A module that sent what it saved, in an older plan file for the runtime ``"modules"``.
-
-    ``tensors`` counts those that its call saves; if the plan checkpoints the module, those that are its arguments.
-    They leave the device at the end of the call of module ``leaves_with``, and the backward fetches them with the first
-    tensor of ``returns_with``; the module's own are fetched one by one, each when it is first read.
-    """
-
-    module: str
-    tensors: tuple[int, ...]
-    leaves_with: str
-    returns_with: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Offloading:
     """What a plan offloads, what that takes of the host's memory, and what it may take.
 
     Times stand on a rate of the link each way: that of all transfers, and the stall that does not hide behind
-    computing. ``modules`` and ``least_bytes`` are of older plan files, for the runtime ``"modules"``: which modules
-    sent what they saved, and the size below which values stayed. Such plans are read, and not run.
+    computing. Older plan files have ``modules`` and ``least_bytes`` too, for the runtime ``"modules"``: such plans are
+    read without them, and not run.
     """
 
     values: tuple[OffloadedValue, ...]
@@ -67,8 +52,6 @@ class Offloading:
     bytes_per_second: float
     transfer_seconds: float
     stall_seconds: float
-    modules: tuple[OffloadedModule, ...] = field(default=(), metadata={"left_out": True})
-    least_bytes: int = field(default=0, metadata={"older": True})
 
 
 def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:

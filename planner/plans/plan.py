@@ -492,8 +492,6 @@ class Plan:
         data["predicted"]["overhead"] = self.overhead
         # Schema 1 has it beside a key that says recompute; the bound is on recompute and waiting.
         data["lower_bound"]["overhead"] = self.lower_bound_overhead
-        if self.offloading is not None and not self.offloading.modules:
-            del data["offload"]["least_bytes"]  # of no meaning without modules
         return data
 
     @classmethod
@@ -506,8 +504,6 @@ class Plan:
         if root["status"].read(str) == "infeasible":
             raise PlanFileError("this is the report of a budget that no plan fits; it holds no plan")
         plan = root.read(cls)
-        if plan.offloading is not None and root["offload"].has("modules"):
-            root["offload"]["least_bytes"]  # comes with them
         _check_consistent(plan)
         return plan
 

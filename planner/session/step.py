@@ -117,8 +117,7 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
     made = plan.offloading
     if made is None:
         return Offload(False)
-    least = made.least_bytes or at_least
-    return Offload(host_budget=made.host_budget_bytes, at_least=least)
+    return Offload(host_budget=made.host_budget_bytes, at_least=at_least)
 
 
 def options_of(plan: Plan, loss: LossMemory | None) -> Options:

@@ -3,9 +3,8 @@
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
 (:mod:`planner.solving.offload_reduction`); then transfers get time to hide (:mod:`planner.solving.transfer_windows`).
-Plans that only recompute are looked for too. From the best on, single values are offloaded or no longer, and in a graph
-that is not too large single decisions are tried the other way where runs wait
-(:mod:`planner.solving.single_flip_search`). Only the simulator says what helps.
+Plans that only recompute are looked for too. From the best on, single values are offloaded or no longer. Only the
+simulator says what helps.
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ from planner.solving.milp import Answer, minimise
 from planner.solving.offload_bound import OffloadCut, build
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_schedule, proven_lowest
-from planner.solving.single_flip_search import SingleFlipSearch
 from planner.solving.transfer_windows import widened
 
 _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
 good, and the search ends where plan and bound are near each other."""
-
-_MEDIUM = 300
-"""Up to so many operations single decisions are tried the other way."""
 
 ENOUGH = 3e-4
 """How near that is, as a share of the step."""
@@ -84,8 +79,6 @@ class _OffloadSearch:
         self.host = incumbent.problem.host
         self.clock: Clock = effort.clock()
         self.movable = ranked(self.problem)
-        self.waiting: list[tuple[float, OffloadReduction, Schedule]] = []
-        """Plans of a graph that is not large in which runs wait: what they add to the step, and how they were asked."""
         self.tried: set[tuple[frozenset[int], int, float]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
@@ -114,7 +107,6 @@ class _OffloadSearch:
             self.make_room()
         while not self.is_over() and self.flip():
             pass
-        self.wait_less()
 
     def is_over(self) -> bool:
         return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
@@ -154,10 +146,7 @@ class _OffloadSearch:
             return False
         self.clock.work(len(found.schedule.order) * _SECONDS_PER_RUN)
         before = self.incumbent.schedule
-        wide = widened(self.problem, asked.invert(found.schedule))
-        self.offer(wide)
-        if len(self.problem.graph.operations) <= _MEDIUM and (waiting := self.problem.evaluate(wide)).stall_seconds > 0:
-            self.waiting.append((waiting.added_seconds, asked, found.schedule))
+        self.offer(widened(self.problem, asked.invert(found.schedule)))
         now = self.incumbent.schedule
         if now is None or now is before:
             return False
@@ -176,14 +165,6 @@ class _OffloadSearch:
             if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
                 return
             self.attempt(self.best, spare_bytes=spare_bytes, price=price)
-
-    def wait_less(self) -> None:
-        """Reduce waiting for transfers: plan with their full price, then change single decisions."""
-        for _, asked, _ in sorted(self.waiting, key=lambda each: each[0]):
-            self.attempt(asked.chosen, price=1.0)
-        for _, asked, schedule in sorted(self.waiting, key=lambda each: each[0]):
-            if not self.is_over():
-                self.offer(SingleFlipSearch(asked, self.clock, self.is_over).better(schedule))
 
     def flip(self) -> bool:
         """Offload one value more or less (in small graphs also two); return whether that improved the incumbent."""

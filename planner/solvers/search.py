@@ -14,12 +14,10 @@ import os
 import subprocess
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
 from planner.common.limits import Clock, SolveLimits
@@ -45,7 +43,7 @@ _PACE = 1e-3
 _ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
 """A round takes about this share of the time; it has no fewer and no more moves for each operation than these."""
 
-_CROSSED = 0.6
+_FROM_A_PLAN = 0.6
 """So much shorter is a round that starts from a plan."""
 
 _STUCK, _STUCK_MOVES, _STUCK_PRICES = 4, (4, 10, 36), (1e4, 1e12)
@@ -54,7 +52,7 @@ from a plan, and what a byte over the budget costs as it begins, at least and at
 failed leaves, none goes far from its plan."""
 
 _YOUNG_SHARE = 0.35
-"""Share of the time at most until members of a population are crossed, even where there are few."""
+"""Share of the time at most until rounds start from any member of a population, even where there are few."""
 
 _FROM_NOTHING = 4
 """Beside a plan that is near the bound, one of so many rounds starts from nothing all the same."""
@@ -78,9 +76,6 @@ _ALIKE = 0.03
 
 _STALE, _EXHAUSTED = 40, 200
 """Sets in a row that were not let in, from which on some begin from nothing again, and until no more is to be had."""
-
-_ONE_PLACE = 0.7
-"""How often two change from one to the other only once."""
 
 
 def _never() -> bool:
@@ -128,8 +123,7 @@ class SearchSolver:
 
         Now and then it asks whether it is over. A move costs O(runs + reads changed): a few microseconds for 1,000
         operations. The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science
-        220, 1983; annealing what comes of crossing is that of Mahfoud, Goldberg, "Parallel recombinative simulated
-        annealing", Parallel Computing 21, 1995.
+        220, 1983.
         """
         problem = incumbent.problem
         if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
@@ -237,14 +231,9 @@ class Member(NamedTuple):
 
 
 class SolutionPool:
-    """The cheapest recompute sets found: which are let in, and how two are crossed.
+    """The cheapest recompute sets found, and which are let in."""
 
-    What runs again before one moment of the step, and how, hardly depends on what does long after it: so two are put
-    together, the one until some moment, the other from there on.
-    """
-
-    def __init__(self, random: Random) -> None:
-        self.random = random
+    def __init__(self) -> None:
         self.members: list[Member] = []
         self.least = math.inf
         """Cost of the cheapest that ever was."""
@@ -286,17 +275,6 @@ class SolutionPool:
             self.members = [found, *(member for member in self.members if member not in less)]
             self.stale = 0
 
-    def crossed(self) -> list[int]:
-        """Cross two recompute sets at one slot, or between two."""
-        one, other = self.random.sample(self.members, 2)
-        places = sorted({*one.keys, *other.keys})
-        first, last = sorted(self.random.choices(places, k=2))
-        if self.random.random() < _ONE_PLACE:
-            last = places[-1] + 1
-        start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
-        inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
-        return [*one.keys[:start], *inner, *one.keys[end:]]
-
 
 def _are_alike(one: Member, other: Member) -> bool:
     different = len(set(one.keys).symmetric_difference(other.keys))
@@ -310,7 +288,7 @@ class _Rounds:
         self.problem = problem
         self.reruns = RerunSet(problem, seed)
         self.kernels, self.state, self.random = self.reruns.kernels, self.reruns.state, self.reruns.random
-        self.pool = SolutionPool(self.random)
+        self.pool = SolutionPool()
         self.far_seconds = _FAR * problem.baseline.seconds
         self.number = 0
         self.is_hard = False
@@ -326,7 +304,7 @@ class _Rounds:
         while not self.pool.is_exhausted and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
-            moves = int(moves_each * (_CROSSED if start else 1.0))
+            moves = int(moves_each * (_FROM_A_PLAN if start else 1.0))
             if start and self.is_hard and self.pool.stale >= _STUCK:
                 moves = self.random.choice(_STUCK_MOVES)
                 self.state.real[self.kernels.WEIGHT] = self.between(*_STUCK_PRICES)
@@ -342,8 +320,8 @@ class _Rounds:
         """Return the keys that a round starts from, and its initial temperature.
 
         Until there are many, or for a share of the time, it starts from nothing, or mostly from the best where that is
-        near the bound, or from nothing none is found: plans of another kind are then none to look for. After that two
-        are crossed; where that brings nothing more for long, some rounds start from nothing again.
+        near the bound, or from nothing none is found: plans of another kind are then none to look for. After that from
+        any of them; where that brings nothing more for long, some rounds start from nothing again.
         """
         pool, warm = self.pool, self.between(_WARM, _WARMER)
         early = clock.left() > (1 - _YOUNG_SHARE) * clock.limit_seconds
@@ -353,7 +331,7 @@ class _Rounds:
             if pool.members and is_near and not from_nothing:
                 return pool.best.keys, _WARM if self.number == 0 else warm
             return (), _HOT
-        return ((), _HOT) if pool.is_stale and from_nothing else (pool.crossed(), warm)
+        return ((), _HOT) if pool.is_stale and from_nothing else (self.random.choice(pool.members).keys, warm)
 
     def between(self, least: float, most: float) -> float:
         """Draw a number log-uniformly."""

@@ -17,14 +17,13 @@ from planner.analysis.audit import Audit, audit_study, check_current
 from planner.analysis.study import Study
 from planner.common.options import Search
 from planner.errors import UsageError
-from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import NoPlanFitsError, PlanOrigin
 from planner.report.comparisons import render_audit
-from tests.example_graphs import Builder, transformer
+from tests.example_graphs import transformer
 from tests.planned import printed
 from tests.strategies.test_strategies import FACTORY
 
@@ -117,17 +116,6 @@ def test_set_ups_that_are_not_known() -> None:
     ):
         with pytest.raises(UsageError, match=re.escape(words)):
             check_current(wrong)
-
-
-def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:
-    b = Builder()
-    x = b.add("aten.mm.default", [], [64], module="a")[0]
-    b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
-    flat = study_of(b.graph("flat", {}), tuple(b.costs))
-    with pytest.raises(UsageError, match="no repeated blocks"):
-        audited(flat, "every-layer")
-    with pytest.raises(UsageError, match="cannot be cut"):
-        audited(flat, "sqrt")
 
 
 # Real models.

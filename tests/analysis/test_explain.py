@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.ir.simulator import lifetimes, simulate
+from planner.ir.simulator import Evaluation, lifetimes, simulate
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
 from planner.plans.values import ValueRow, ValueTable, value_table
@@ -119,34 +120,33 @@ def spent(schedule: Schedule, operation: int) -> Schedule:
     return Schedule(tuple(order))
 
 
+def without_each(schedule: Schedule, rows: Iterable[Any]) -> list[tuple[Any, Evaluation]]:
+    """Return each row of what runs again for one value alone, which says what that costs, and the step without it."""
+    whole, found = simulate(GRAPH, COSTS, schedule), []
+    for row in rows:
+        producer = GRAPH.producer[value_of(row)]
+        if not row.kept and len(GRAPH.operations[producer].outputs) == 1 and row.needed:
+            without = simulate(GRAPH, COSTS, spent(schedule, producer))
+            assert row.again_seconds == pytest.approx(whole.recompute_seconds - without.recompute_seconds)
+            found.append((row, without))
+    return found
+
+
 @pytest.mark.parametrize("budget", ["75%", "60%", "52%"])
 def test_what_is_recomputed_costs_and_frees_what_the_row_says(budget: str) -> None:
     plan = make_plan(GRAPH, COSTS, budget=budget, time_limit_seconds=2.0)
-    schedule = plan.schedule_for(GRAPH)
-    whole = simulate(GRAPH, COSTS, schedule)
     assert plan.values is not None
-    seen = 0
-    for row in plan.values.rows:
-        producer = GRAPH.producer[value_of(row)]
-        if row.kept or len(GRAPH.operations[producer].outputs) > 1 or not row.needed:
-            continue
-        without = simulate(GRAPH, COSTS, spent(schedule, producer))
-        assert row.again_seconds == pytest.approx(whole.recompute_seconds - without.recompute_seconds)
+    found = without_each(plan.schedule_for(GRAPH), plan.values.rows)
+    for row, without in found:
         is_over = without.peak_bytes + GRAPH.total_static_bytes > plan.budget_bytes
         assert is_over == (row.busiest_bytes + row.size_bytes > plan.budget_bytes)
-        seen += 1
-    assert seen >= 4
+    assert len(found) >= 4
 
 
 @pytest.mark.parametrize("seed", [1, 2, 13, 26, 27, 35, 44, 49])
 def test_runs_that_are_for_a_value_alone_are_counted_in_any_schedule(seed: int) -> None:
     schedule = random_drops(GRAPH, seed)
-    whole = simulate(GRAPH, COSTS, schedule)
-    for row in table_for(schedule).rows:
-        producer = GRAPH.producer[value_of(row)]
-        if not row.kept and len(GRAPH.operations[producer].outputs) == 1 and row.needed:
-            without = simulate(GRAPH, COSTS, spent(schedule, producer))
-            assert row.again_seconds == pytest.approx(whole.recompute_seconds - without.recompute_seconds)
+    without_each(schedule, table_for(schedule).rows)
 
 
 @pytest.mark.parametrize("seed", range(6))

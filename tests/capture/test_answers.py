@@ -7,24 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from planner.capture import tracing_internals
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from tests.models import Layers, linear
 from tests.runtimes.steps import assert_same, beside, train
 
 WIDTH = 8
 
 
-class Asks(nn.Module):
+class Asks(Layers, first=linear(WIDTH, WIDTH), last=linear(WIDTH, 1)):
     """A model of which a part asks."""
-
-    def __init__(self, ask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.ask = ask
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.last(self.ask(self.first(x).relu(), mask)).sum()
@@ -83,7 +78,7 @@ GRAPH = {"activation_budget": "100%", "runtime": "graph"}
 
 @pytest.mark.parametrize("ask", [looks, exports, captures_a_stream])
 def test_it_does_what_it_does_in_eager(ask: Callable[..., torch.Tensor]) -> None:
-    plain, wrapped = beside(Asks(ask), **GRAPH)
+    plain, wrapped = beside(Asks(ask=ask), **GRAPH)
     for masked in (0, 2, 0):
         given = batch(masked)
         with warnings.catch_warnings():
@@ -95,26 +90,26 @@ def test_what_cannot_be_captured_so_is_told_yes_there_and_people_are_told() -> N
     def also_looks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return cannot_be_captured(looks(x, mask), mask)
 
-    plain, wrapped = beside(Asks(also_looks), **GRAPH)
+    plain, wrapped = beside(Asks(ask=also_looks), **GRAPH)
     given = batch(0)
     with pytest.warns(UserWarning, match=r"asks whether it is compiled \(at .*test_answers.py:\d+\), and is told yes"):
         ours = train(wrapped, given)
-    told = Asks(lambda x, mask: looks(x, mask) * 2.0)
+    told = Asks(ask=lambda x, mask: looks(x, mask) * 2.0)
     told.load_state_dict(plain.state_dict())
     assert_same(train(told, given), ours)
 
 
 def test_a_loop_that_would_be_too_long_is_told_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch(0)
-    assert str(capture(Asks(loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 90
+    assert str(capture(Asks(ask=loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 90
     monkeypatch.setattr(tracing_internals, "_MOST_TRACED", 20)
     with pytest.warns(UserWarning, match="too many operations"):
-        assert str(capture(Asks(loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 3
+        assert str(capture(Asks(ask=loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 3
 
 
 def test_without_data_nobody_can_look_and_nobody_is_warned() -> None:
     with FakeTensorMode():
-        model, given = Asks(looks), batch(0)
+        model, given = Asks(ask=looks), batch(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(model, Inputs(given, {}))

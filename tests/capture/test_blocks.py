@@ -18,15 +18,11 @@ from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.ir.layers import find_layers
 from planner.zoo.modules import MiniGPT
-from tests.models import WIDTH
+from tests.models import WIDTH, Layers, linear
 from tests.tiers import tiered
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
+class Perceptron(Layers, up=linear(WIDTH, 2 * WIDTH), down=linear(2 * WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
 
@@ -53,12 +49,8 @@ class Rows(nn.Module):
         return x
 
 
-class Parts(nn.Module):
+class Parts(Layers, layer=lambda: nn.ModuleList([Perceptron(), Gated()])):
     """Computes nothing itself, and numbers its two parts as T5 does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList([Perceptron(), Gated()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gated: torch.Tensor = self.layer[1](self.layer[0](x))

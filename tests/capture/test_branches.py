@@ -17,6 +17,7 @@ from planner.capture.joint_capture import capture
 from planner.capture.state_restore import RandomStates
 from planner.common.options import grouped
 from planner.errors import CaptureError
+from tests.models import Layers, linear
 from tests.runtimes.steps import assert_gradients, beside
 from tests.tiers import tiered
 
@@ -149,12 +150,8 @@ def test_a_check_that_fails_raises_what_it_raises_in_eager() -> None:
     assert plan is not None and plan.runtime == "graph"
 
 
-class Packs(nn.Module):
+class Packs(Layers, table=lambda: nn.Embedding(16, WIDTH), mix=linear(WIDTH, WIDTH)):
     """Looks at positions that it makes itself, as many as there are embedded tokens, if none are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mix = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         x = self.table(tokens)

@@ -13,17 +13,14 @@ from torch.nn import functional
 
 import planner
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
+from tests.models import Layers, linear
 from tests.runtimes.steps import assert_same, beside, measured_bytes, train
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Twice(nn.Module):
+class Twice(Layers, linear=linear(16, 16)):
     """The same function of the same tensor, twice: in eager each call draws numbers of its own."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(16, 16), function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x)
@@ -44,7 +41,7 @@ DRAWS: dict[str, Function] = {
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_two_draws_stay_two(draw: str) -> None:
-    plain, model = beside(Twice(DRAWS[draw]), budget="1GiB", runtime="graph")
+    plain, model = beside(Twice(function=DRAWS[draw]), budget="1GiB", runtime="graph")
     x = torch.randn(32, 16)
     assert_same(train(plain, x), train(model, x))
 
@@ -118,12 +115,7 @@ class _Plain(nn.Module):
         return x * functional.softplus(x).tanh()
 
 
-class _Stack(nn.Module):
-    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-        self.activation = activation
-
+class _Stack(Layers, layers=lambda: nn.ModuleList(nn.Linear(32, 32) for _ in range(6))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = self.activation(layer(x))
@@ -135,7 +127,7 @@ _MISH: Any = _Mish.apply
 
 @pytest.mark.parametrize("activation", [_MISH, _Plain()], ids=["computes again", "saves"])
 def test_a_captured_step_holds_no_more_than_eagers(activation: Any) -> None:
-    plain, model = beside(_Stack(activation), budget="1GiB", runtime="graph")
+    plain, model = beside(_Stack(activation=activation), budget="1GiB", runtime="graph")
     x = torch.randn(512, 32)
     assert_same(train(plain, x), train(model, x))
     plan, captured_bytes, eager_bytes = planner.plan_of(model), measured_bytes(model, x), measured_bytes(plain, x)

@@ -13,6 +13,7 @@ import planner
 from planner.capture import torch_internals as internals
 from planner.common.options import grouped
 from planner.errors import CaptureError
+from tests.models import Layers, linear
 from tests.runtimes.steps import wrap_and_hold
 
 follows_leaves = pytest.mark.skipif(
@@ -27,12 +28,8 @@ def network(inputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, WIDTH), nn.Tanh(), *between, nn.Linear(WIDTH, 1))
 
 
-class Penalty(nn.Module):
+class Penalty(Layers, judge=lambda: network(8)):
     """Judges what is real and what is made, with a penalty for steepness between the two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.judge = network(8)
 
     def forward(self, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         share = torch.rand(len(real), 1)
@@ -41,12 +38,10 @@ class Penalty(nn.Module):
         return self.judge(made).mean() - self.judge(real).mean() + (slope.norm(dim=1) - 1).square().mean()
 
 
-class Field(nn.Module):
+class Field(Layers, energy=lambda: network(3)):
     """An energy and its forces, for a loss of both; the positions too, if asked for."""
 
-    def __init__(self, *, returns_positions: bool = False) -> None:
-        super().__init__()
-        self.energy, self.returns_positions = network(3), returns_positions
+    returns_positions = False
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         positions = positions.detach().requires_grad_(True)
@@ -55,12 +50,8 @@ class Field(nn.Module):
         return (energy, -slope, positions) if self.returns_positions else (energy, -slope)
 
 
-class Learner(nn.Module):
+class Learner(Layers, net=lambda: network(4)):
     """Takes two steps of gradient descent, and is judged after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         parameters = dict(self.net.named_parameters())
@@ -100,12 +91,8 @@ def test_a_leaf_that_the_forward_makes_and_returns_is_refused() -> None:
         )
 
 
-class Tangent(nn.Module):
+class Tangent(Layers, inner=lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), out=linear(8, 1)):
     """Differentiates in forward mode inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, tangent = torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))

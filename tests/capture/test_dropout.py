@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.models import Layers
 from tests.runtimes.steps import assert_same, beside, train
 
 SHARES = (0.1, 0.15, 0.42, 0.5)  # the inverse of 0.85 and of 0.58 is not, in 32 bits, what eager's mask holds
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 4 * len(SHARES)))
-
+class Drops(Layers, weight=lambda: nn.Parameter(torch.randn(8, 4 * len(SHARES)))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         products = x @ self.weight
         dropped = [

@@ -14,6 +14,7 @@ from torch import nn
 import planner
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
+from tests.models import Layers
 
 SIZE = 64
 
@@ -92,12 +93,8 @@ def test_sums_are_in_place_where_autograd_makes_them_so(case: str) -> None:
     assert plan.peak_bytes - 1024 <= measured.peak_bytes <= plan.peak_bytes
 
 
-class Hooked(nn.Module):
+class Hooked(Layers, weight=lambda: nn.Parameter(torch.ones(SIZE, SIZE))):
     """A program's own hook sums, too: what it makes is new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(SIZE, SIZE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * self.weight

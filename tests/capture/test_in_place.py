@@ -10,7 +10,7 @@ from torch.nn import functional
 import planner
 from planner.capture.torch_internals import form_in_place
 from planner.ir.graph import named_by, operator_name
-from tests.models import OneLinear
+from tests.models import Layers, OneLinear, linear
 from tests.runtimes.steps import assert_same, beside, measured_bytes, train
 from tests.tiers import tiered
 
@@ -35,25 +35,16 @@ def assert_carried_out(model: nn.Module, *args: torch.Tensor, budget: str = "100
     return plan
 
 
-class Block(nn.Module):
+class Block(Layers, up=linear(WIDTH, 4 * WIDTH), down=linear(4 * WIDTH, WIDTH)):
     """A perceptron with a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.down(functional.relu(self.up(x)))
         return y
 
 
-class Classifier(nn.Module):
+class Classifier(Layers, blocks=lambda: nn.Sequential(Block(), Block()), head=linear(WIDTH, 1000)):
     """Blocks, and a loss over many classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.blocks(x))

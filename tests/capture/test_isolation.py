@@ -31,10 +31,6 @@ OF_DRAWN: dict[str, Use] = {
 class Drawing(Stack):
     """Uses a whole number that it draws anew in every call."""
 
-    def __init__(self, use: Use) -> None:
-        super().__init__()
-        self.use = use
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.use(x, random.randint(1, 2)))
 
@@ -51,7 +47,7 @@ def steps(model: nn.Module) -> list[float]:
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
 @pytest.mark.parametrize("use", tiered(OF_DRAWN, quick=("a slice",)))
 def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
-    plain, model = Drawing(OF_DRAWN[use]), Drawing(OF_DRAWN[use])
+    plain, model = Drawing(use=OF_DRAWN[use]), Drawing(use=OF_DRAWN[use])
     model.load_state_dict(plain.state_dict())
     with pytest.raises(CaptureError, match=r"that it draws|depends on data|known only when") as refused:
         planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET))
@@ -74,10 +70,6 @@ CULPRITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 
 class Doing(Stack):
-    def __init__(self, what: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.what = what
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.blocks[0](x)) * self.what(self.blocks[0](x)).sum()
 
@@ -86,5 +78,5 @@ class Doing(Stack):
 def test_a_refusal_names_what_cannot_be_captured(culprit: str, recwarn: pytest.WarningsRecorder) -> None:
     what, says = CULPRITS[culprit]
     with pytest.raises(CaptureError, match=says):
-        planner.plan(Doing(what), rows(), **grouped(runtime="graph", **BUDGET))
+        planner.plan(Doing(what=what), rows(), **grouped(runtime="graph", **BUDGET))
     assert not list(recwarn)

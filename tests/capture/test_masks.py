@@ -21,6 +21,8 @@ from tests.tiers import tiered
 LENGTH, BATCH = 32, 3
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "vocab_size": 50}
 SIZES |= {"use_cache": False, "attn_implementation": "sdpa"}
+WHOLE = torch.ones(BATCH, LENGTH, dtype=torch.long)
+PADDED = torch.where((torch.arange(BATCH)[:, None] == 0) & (torch.arange(LENGTH) >= LENGTH // 2), 0, WHOLE)
 
 
 def llama(layers: int = 1) -> nn.Module:
@@ -54,7 +56,7 @@ def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("given", tiered([False, True], slow=[False]))
 def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime: str) -> None:
     model = llama(1 if runtime == "graph" else 2)  # blocks are captured where there are several
-    kwargs = batch(**({"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if given else {}))
+    kwargs = batch(**({"attention_mask": WHOLE} if given else {}))
     gradients(model, kwargs)  # what is built once is built
     model.zero_grad()
 
@@ -72,11 +74,8 @@ def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime:
 
 @pytest.mark.parametrize("runtime", tiered(["modules", "regional"], slow=["regional"]))
 def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runtime: str) -> None:
-    whole = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    padded = whole.clone()
-    padded[0, LENGTH // 2 :] = 0
     model = llama(2)
-    batches = [batch(attention_mask=mask) for mask in (whole, padded)]
+    batches = [batch(attention_mask=mask) for mask in (WHOLE, PADDED)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     model.zero_grad()
     planner.auto_wrap(model, **grouped(activation_budget="90%", runtime=runtime, time_limit_seconds=1.0))
@@ -89,11 +88,8 @@ def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runti
 
 
 def test_padding_gets_its_mask_and_the_plan_keeps_the_budget() -> None:
-    whole = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    padded = whole.clone()
-    padded[0, LENGTH // 2 :] = 0
     model = llama()
-    batches = [batch(attention_mask=mask) for mask in (padded, whole)]
+    batches = [batch(attention_mask=mask) for mask in (PADDED, WHOLE)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     assert not close(expected[0], expected[1])
     plan = planner.plan(model, batches[1], **grouped(activation_budget="80%", time_limit_seconds=1.0, compare=False))

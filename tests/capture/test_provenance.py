@@ -18,7 +18,7 @@ from planner import zoo
 from planner.capture import fake_mode
 from planner.capture.model_facts import kinds_of
 from planner.errors import CaptureError
-from tests.models import Stack
+from tests.models import Layers, Stack
 
 CODE = """\
 import torch
@@ -80,12 +80,10 @@ def test_an_error_is_at_the_users_line(model_in: MakeIn, name: str, runtime: str
         planner.study(model, torch.randn(4, 8), runtime=runtime)
 
 
-class Attends(nn.Module):
+class Attends(Layers, scale=lambda: nn.Parameter(torch.ones(64))):
     """Attention that is replaced by that of a GPU, and layouts that are asked of kernels."""
 
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__()
-        self.heads, self.scale = heads, nn.Parameter(torch.ones(64))
+    heads = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = (x * self.scale).view(*x.shape[:2], self.heads, -1).transpose(1, 2)

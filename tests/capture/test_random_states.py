@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -17,19 +16,15 @@ import planner
 from planner.capture.state_restore import RandomStates
 from planner.common.options import grouped
 from planner.errors import CaptureError, UsageError
-from tests.models import Stack, mean_square, perceptron, rows
+from tests.models import Layers, Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import wrap_and_hold
 from tests.tiers import tiered
 
 BUDGET = {"budget": "90%", "time_limit_seconds": 0.5}
 
 
-class Scaled(nn.Module):
+class Scaled(Layers, inside=perceptron):
     """A block that is scaled by what is drawn when it is called."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.inside, self.draw = perceptron(), draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sin(self.inside(x) * self.draw()) * self.draw()
@@ -44,7 +39,7 @@ DRAWS = {
 
 def build(of: str, *, has_loss: bool = True) -> Stack:
     torch.manual_seed(0)
-    return Stack(2, lambda: Scaled(DRAWS[of]), has_loss=has_loss)
+    return Stack(2, lambda: Scaled(draw=DRAWS[of]), has_loss=has_loss)
 
 
 def seeded() -> None:
@@ -102,12 +97,8 @@ def test_what_would_draw_from_another_stream_is_refused() -> None:
         planner.plan(FromNumpy(), rows(), **grouped(runtime="graph", **BUDGET))
 
 
-class Unread(nn.Module):
+class Unread(Layers, body=perceptron, one=perceptron, other=perceptron):
     """Draws for results that nobody reads: those of a second head, say, when the first is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.one, self.other = perceptron(), perceptron(), perceptron()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shared = self.body(x)

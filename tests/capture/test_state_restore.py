@@ -17,7 +17,7 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import FakeTensor
 from planner.common.options import grouped
-from tests.models import OneLinear
+from tests.models import Layers, OneLinear, linear
 from tests.tiers import tiered
 
 TABLES: dict[int, torch.Tensor] = {}
@@ -32,12 +32,8 @@ class Helper:
         self.seen.append(output.detach())
 
 
-class Keeping(nn.Module):
+class Keeping(Layers, linear=linear(8, 8), helper=Helper, tables=lambda: [Helper()]):
     """Keeps a tensor from one call to the next wherever programs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.helper, self.tables = nn.Linear(8, 8), Helper(), [Helper()]
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  (what is tested)
     def table(self, size: int) -> torch.Tensor:

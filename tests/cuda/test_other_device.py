@@ -10,7 +10,7 @@ import planner
 from planner.common.options import grouped
 from planner.errors import UsageError
 from tests.cuda import gpu
-from tests.models import OneLinear
+from tests.models import Layers, OneLinear
 
 gpu.required()
 
@@ -34,11 +34,8 @@ class Noisy(OneLinear):
         return torch.tanh(self.linear(x)) * noise(x.detach())
 
 
-class Tower(nn.Module):
-    def __init__(self, *, by_name: bool = False, gives_host: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Noisy(64) for _ in range(6))
-        self.by_name, self.gives_host = by_name, gives_host
+class Tower(Layers, blocks=lambda: nn.ModuleList(Noisy(64) for _ in range(6))):
+    by_name, gives_host = False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

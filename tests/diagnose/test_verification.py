@@ -13,7 +13,7 @@ import planner
 from planner.capture.state_restore import RandomStates
 from planner.diagnose import verification
 from planner.errors import UsageError
-from tests.models import OneLinear, Trained
+from tests.models import Layers, OneLinear, Trained, linear
 
 _run = itertools.count()
 
@@ -88,12 +88,8 @@ def test_inside_a_profiler_a_step_cannot_be_measured() -> None:
     assert planner.verify(model, x, plan, timed_steps=1).agrees
 
 
-class Following(nn.Module):
+class Following(Layers, mix=linear(16, 16), after=lambda: nn.Linear(16, 16).requires_grad_(False)):
     """Draws a frozen copy after its weights in each step, and writes into what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.after = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -17,6 +17,7 @@ from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
 from tests import oracle
+from tests.example_graphs import by_reads
 
 seeds = st.integers(0, 10**6)
 
@@ -111,12 +112,9 @@ def test_lazy_recomputation_runs_and_holds_nothing_that_was_dropped(seed: int) -
 
 def chain(**of_first: object) -> TrainingGraph:
     """Make a chain of three operations, the first with some attributes changed."""
-    first = Operation(name="a", key="a", target="t", inputs=(), outputs=(0,), **of_first)  # type: ignore[arg-type]
-    rest = tuple(
-        Operation(name=name, key=name, target="t", inputs=inputs, outputs=(place,))
-        for place, (name, inputs) in enumerate([("b", (0,)), ("c", (0, 1))], 1)
-    )
-    return TrainingGraph(operations=(first, *rest), values=tuple(Value(name=n, size_bytes=4) for n in "xyz"))
+    graph = by_reads([(), (0,), (0, 1)], [4, 4, 4])
+    first, *rest = graph.operations
+    return replace(graph, operations=(replace(first, **of_first), *rest))
 
 
 UNIT = (OperationCost(seconds=1.0),) * 3

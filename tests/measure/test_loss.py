@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner.common.options import grouped
-from tests.models import Stack, looked_at, mean_square, perceptron, rows
+from tests.models import Layers, Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 
 BUDGET = {"budget": "85%", "time_limit_seconds": 0.5}
@@ -27,12 +27,8 @@ class OnData(Stack):
         return super().forward(x + 1 if looked_at(self, x) > 1e9 else x)
 
 
-class Forces(nn.Module):
+class Forces(Layers, energy=perceptron, after=lambda: Stack(2, has_loss=False)):
     """Differentiates an energy by its own input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy, self.after = perceptron(), Stack(2, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()

@@ -22,7 +22,7 @@ from planner.capture import fake_mode
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.measure import workspace
-from tests.models import Stack, perceptron
+from tests.models import Layers, Stack, perceptron
 from tests.runtimes.steps import measured_bytes
 from tests.tiers import tiered
 
@@ -53,12 +53,8 @@ class Reconstruction(nn.Module):
         return self.loss(self.layers(x).sigmoid(), x.sigmoid())
 
 
-class Recurrent(nn.Module):
+class Recurrent(Layers, layers=lambda: nn.LSTM(WIDTH, 256, num_layers=2)):
     """Its hidden and its cell state begin as one tensor, of which oneDNN's backward makes a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.LSTM(WIDTH, 256, num_layers=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.view(4, -1, WIDTH))[0].square().mean()

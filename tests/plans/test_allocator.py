@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ScheduleError, UsageError
-from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans import allocator as rules
 from planner.plans.allocator import Allocator, ExpandableAllocator, simulate_reserved
 from tests import oracle
+from tests.example_graphs import by_reads
 
 KIB, MIB = 2**10, 2**20
 seeds = st.integers(0, 10**6)
@@ -186,25 +187,12 @@ def test_the_end_of_a_segment_that_grows_is_taken_last() -> None:
     assert allocator.reserved_bytes == 40 * MIB
 
 
-def step(*sizes: int, reads: Sequence[Sequence[int]], retained: Sequence[int] = ()) -> TrainingGraph:
-    """Make a graph in which each operation makes one value."""
-    return TrainingGraph(
-        operations=tuple(
-            Operation(name=f"op{index}", key=f"op{index}", target="t", inputs=tuple(inputs), outputs=(index,))
-            for index, inputs in enumerate(reads)
-        ),
-        values=tuple(
-            Value(name=f"v{index}", size_bytes=size, retained=index in retained) for index, size in enumerate(sizes)
-        ),
-    )
-
-
 def costs_of(*workspaces: int) -> tuple[OperationCost, ...]:
     return tuple(OperationCost(seconds=1.0, workspace_bytes=workspace) for workspace in workspaces)
 
 
 def test_a_step_by_hand() -> None:
-    graph = step(12 * MIB, 14 * MIB, 12 * MIB, 0, reads=[(), (0,), (1,), (2,)])
+    graph = by_reads([(), (0,), (1,), (2,)], [12 * MIB, 14 * MIB, 12 * MIB, 0])
     reserved = simulate_reserved(
         graph, costs_of(0, 0, 0, 0), Schedule.keep_all(graph), resident_bytes=[3 * MIB, 0, KIB]
     )
@@ -213,7 +201,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_the_workspace_is_there_beside_the_outputs_and_gone_before_the_next_run() -> None:
-    graph = step(12 * MIB, 12 * MIB, reads=[(), (0,)])
+    graph = by_reads([(), (0,)], [12 * MIB, 12 * MIB])
     reserved = simulate_reserved(graph, costs_of(0, 16 * MIB), Schedule.keep_all(graph))
     assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (40 * MIB, 40 * MIB)
     # The second operation's output takes the block that the first one's workspace had.
@@ -222,7 +210,7 @@ def test_the_workspace_is_there_beside_the_outputs_and_gone_before_the_next_run(
 
 
 def test_a_retained_value_that_is_made_again_is_there_twice_for_a_moment() -> None:
-    graph = step(12 * MIB, 14 * MIB, reads=[(), (0,)], retained=[0])
+    graph = by_reads([(), (0,)], [12 * MIB, 14 * MIB], retained=[0])
     once = simulate_reserved(graph, costs_of(0, 0), Schedule((0, 1)))
     again = simulate_reserved(graph, costs_of(0, 0), Schedule((0, 0, 1)))
     assert (once.peak_allocated_bytes, once.reserved_bytes) == (26 * MIB, 26 * MIB)
@@ -230,14 +218,14 @@ def test_a_retained_value_that_is_made_again_is_there_twice_for_a_moment() -> No
 
 
 def test_random_state_takes_nothing_of_the_device() -> None:
-    graph = step(12 * MIB, 14 * MIB, reads=[(), (0,)])
+    graph = by_reads([(), (0,)], [12 * MIB, 14 * MIB])
     first = replace(graph.operations[0], state_bytes=100 * MIB)
     graph = replace(graph, operations=(first, graph.operations[1]))
     assert simulate_reserved(graph, costs_of(0, 0), Schedule((0, 0, 1))).reserved_bytes == 26 * MIB
 
 
 def test_retained_values_go_before_the_next_step() -> None:
-    graph = step(12 * MIB, 14 * MIB, reads=[(), (0,)], retained=[0, 1])
+    graph = by_reads([(), (0,)], [12 * MIB, 14 * MIB], retained=[0, 1])
     reserved = simulate_reserved(graph, costs_of(0, 0), Schedule.keep_all(graph))
     assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (26 * MIB, 26 * MIB)
 
@@ -245,13 +233,13 @@ def test_retained_values_go_before_the_next_step() -> None:
 def test_the_second_step_may_need_more_than_the_first() -> None:
     # First step: 24 in a segment, gone; 14 of those 24; 20 in a segment; 10 in what the 14 have left. 44 MiB.
     # Second step: now 14 fit best into the 20, the 20 into the 24, and 6 and 4 are left for the 10.
-    graph = step(24 * MIB, 14 * MIB, 20 * MIB, 10 * MIB, reads=[(), (), (), (1, 2)])
+    graph = by_reads([(), (), (), (1, 2)], [24 * MIB, 14 * MIB, 20 * MIB, 10 * MIB])
     reserved = simulate_reserved(graph, costs_of(0, 0, 0, 0), Schedule.keep_all(graph))
     assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (44 * MIB, 54 * MIB)
 
 
 def test_what_is_wrong_is_refused() -> None:
-    graph = step(KIB, KIB, reads=[(), (0,)])
+    graph = by_reads([(), (0,)], [KIB, KIB])
     with pytest.raises(ScheduleError, match="not been made"):
         simulate_reserved(graph, costs_of(0, 0), Schedule((1, 0)))
     with pytest.raises(UsageError, match="allocate -1 bytes"):

@@ -34,7 +34,7 @@ from benchmarks import (
 from benchmarks.libraries import architectures
 from planner.errors import UsageError
 from planner.zoo import ZooModel
-from tests.models import Stack, rows
+from tests.models import Layers, Stack, linear, rows
 
 
 def _results(path: Path) -> dict[str, Any]:
@@ -150,12 +150,8 @@ def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
     assert comparison.error_of([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2533 * 0.3 / 1.349 / 5**0.5)
 
 
-class Dropping(nn.Module):
+class Dropping(Layers, first=linear(8, 8), second=linear(8, 8)):
     """Dropout, which eager draws on a CPU as a mask of floats and a captured step as one of truths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(nn.functional.dropout(self.first(x))).sum()

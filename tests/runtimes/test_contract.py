@@ -21,11 +21,13 @@ from tests.models import (
     SEQUENCES,
     WIDTH,
     Convolutions,
+    Layers,
     OneLinear,
     Recurrent,
     Stack,
     Transformer,
     images,
+    linear,
     looked_at,
     mean_square,
     perceptron,
@@ -50,12 +52,8 @@ class Mixed(test_modules.Stack):
             return super().forward(x)
 
 
-class Factored(nn.Module):
+class Factored(Layers, first=linear(256, 256), second=linear(256, 8)):
     """A Cholesky factor, whose check for errors is an operator with an effect: a token orders it among others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         points = self.second(self.first(x).tanh())
@@ -92,24 +90,18 @@ def _layers(width: int = 128) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
 
 
-class SparseEmbedding(nn.Module):
+class SparseEmbedding(Layers, table=lambda: nn.Embedding(100, 128, sparse=True), layers=_layers):
     """A table whose gradient is sparse; where the table is used twice, autograd turns it dense."""
-
-    def __init__(self, *, is_tied: bool) -> None:
-        super().__init__()
-        self.table, self.layers, self.is_tied = nn.Embedding(100, 128, sparse=True), _layers(), is_tied
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         y = self.layers(self.table(words))
         return (y @ self.table.weight.T if self.is_tied else y).logsumexp(-1).mean()
 
 
-class Graph(nn.Module):
+class Graph(Layers, layers=_layers):
     """Passes messages between neighbours, through a sparse matrix that the forward may make itself."""
 
-    def __init__(self, *, makes_it: bool = False) -> None:
-        super().__init__()
-        self.layers, self.makes_it = _layers(), makes_it
+    makes_it = False
 
     def forward(self, neighbours: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.makes_it:
@@ -141,11 +133,7 @@ class Normed(nn.Module):
         return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
 
 
-class Decoding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Decoding(Layers, own=linear(WIDTH, WIDTH), other=linear(WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.own(x) * torch.sigmoid(self.other(memory)))
 
@@ -173,12 +161,8 @@ class Passing(OneLinear):
         return torch.tanh(self.linear(x)), total if passes else total + 1
 
 
-class Twice(nn.Module):
+class Twice(Layers, layers=lambda: nn.ModuleList(Passing() for _ in range(3))):
     """A block that is called twice, and one that returns what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Passing() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in (0, 0, 1):
@@ -217,12 +201,8 @@ class Looks(nn.Module):
         return mean_square(self.second(x))
 
 
-class Ignores(nn.Module):
+class Ignores(Layers, blocks=lambda: nn.ModuleList(perceptron() for _ in range(4))):
     """What the last of its blocks returns is in no loss, and lives until the forward ends."""
-
-    def __init__(self, *, looks: bool) -> None:
-        super().__init__()
-        self.blocks, self.looks = nn.ModuleList(perceptron() for _ in range(4)), looks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks[:-1]:
@@ -233,23 +213,15 @@ class Ignores(nn.Module):
         return mean_square(x) + 0.0 * ignored.detach().mean()
 
 
-class TwoWays(nn.Module):
+class TwoWays(Layers, wide=linear(WIDTH, 1024), narrow=linear(1024, 256), other=linear(WIDTH, WIDTH)):
     """Returns two tensors, by weights of their own; the backward of the first is widest after its gradient was read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow, self.other = nn.Linear(WIDTH, 1024), nn.Linear(1024, 256), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.narrow(self.wide(x).tanh().exp()), self.other(x).tanh()
 
 
-class UsesOne(nn.Module):
+class UsesOne(Layers, body=TwoWays):
     """Looks at a number, and uses one of two results: a gradient is held where another does not come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = TwoWays()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         used, _unused = self.body(x)

@@ -15,7 +15,7 @@ from torch import nn
 import planner
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
-from tests.models import Stack, perceptron
+from tests.models import Layers, Stack, linear, perceptron
 from tests.runtimes.steps import Left, assert_same, beside, wrap_and_hold
 from tests.tiers import tiered
 
@@ -28,14 +28,10 @@ def wide(middle: nn.Module | None = None) -> nn.Module:
 
 
 def through(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
-    return lambda: wide(Function(function))
+    return lambda: wide(Function(function=function))
 
 
-class Function(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
+class Function(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
 
@@ -52,11 +48,7 @@ class Recurrent(nn.Module):
         return self.down(self.layer(x.unflatten(0, (4, -1)))[0].flatten(0, 1))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
+class Attention(Layers, qkv=linear(WIDTH, 3 * WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).view(8, -1, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
@@ -358,12 +350,8 @@ def test_each_output_of_a_kept_graph_has_a_backward_of_its_own() -> None:
     assert_exact(lambda: TwoHeads(scalar=False), step)
 
 
-class Alike(nn.Module):
+class Alike(Layers, body=wide, norm=lambda: nn.LayerNorm(WIDTH)):
     """Computes two outputs alike: in eager they are two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = wide(), nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.body(x)

@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from planner.capture.trees import leaf_tensors, mapped
-from tests.models import WIDTH, looked_at, perceptron
+from tests.models import WIDTH, Layers, linear, looked_at, perceptron
 from tests.runtimes.steps import assert_same, hold_peak, train, wrap_and_hold
 from tests.tiers import tiered
 
@@ -31,24 +31,14 @@ class Hidden:
     seen: list[str] = field(default_factory=list)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = perceptron()
-
+class Block(Layers, body=perceptron):
     def forward(self, hidden: Hidden) -> Hidden:
         change = self.body(hidden.state)
         return Hidden(hidden.state + change, hidden.penalty + change.pow(2).mean())
 
 
-class Model(nn.Module):
+class Model(Layers, blocks=lambda: nn.ModuleList(Block() for _ in range(3)), head=linear(WIDTH, 10)):
     """Dataclasses come in, come out, and go from block to block."""
-
-    def __init__(self, *, looks: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 10)
-        self.looks = looks
 
     def forward(self, batch: Batch) -> Hidden:
         hidden = Hidden(batch.x, batch.x.new_zeros(()))

@@ -97,7 +97,7 @@ def test_wrapping_again_and_again_holds_no_more_graphs() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_PROCESS_OF_ITS_OWN], check=True)
 
 
-@pytest.mark.parametrize("runtime", ["regional", "parts"])
+@pytest.mark.parametrize("runtime", tiered(["regional", "parts"], slow=["parts"]))
 def test_what_was_captured_goes_with_the_plan(runtime: str) -> None:
     """A cycle through autograd's nodes is one that no collection sees."""
     counts = []

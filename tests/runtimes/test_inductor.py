@@ -22,14 +22,13 @@ from planner.plans import from_solution
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
+from tests.models import Layers, linear
+
+ASKED = grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
 
 
-class Towers(nn.Module):
+class Towers(Layers, left=linear(64, 256), right=linear(64, 256), fall=linear(256, 64)):
     """Random draws on branches that do not wait for each other, around matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.fall = nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(256, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -81,9 +80,7 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
         return int(factor * honest(self, step, drafts))
 
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", less)
-    plan = planner.plan(
-        Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
-    )
+    plan = planner.plan(Towers(), inputs(), **ASKED)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes >= 0.9 * plan.budget_bytes or not plan.recomputations
     assert len(limits) == len(set(limits))  # nothing is drafted twice
@@ -122,9 +119,7 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     studies, comparisons = calls(step, "study_lowered"), calls(from_solution, "baseline_rows")
     captures = calls(aot_autograd, "aot_stage1_graph_capture")
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
-    plan = planner.plan(
-        Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
-    )
+    plan = planner.plan(Towers(), inputs(), **ASKED)
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
     assert len(captures) == len(studies) == 1  # the graph is the same each time
@@ -135,7 +130,7 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     model(inputs()).backward()  # and the code is what the last draft says
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
-        planner.plan(Towers(), inputs(), **grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0))
+        planner.plan(Towers(), inputs(), **ASKED)
     model = planner.auto_wrap(Towers(), budget=plan)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
         model(inputs())

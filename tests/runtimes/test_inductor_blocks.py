@@ -23,7 +23,7 @@ from planner.rewrite.block_code import with_code
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import inductor_blocks
 from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
-from tests.models import Convolutions, Stack, TransformerBlock, perceptron, rows
+from tests.models import Convolutions, Layers, Stack, TransformerBlock, linear, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, hold_peak, train
 
 ASK: dict[str, Any] = {"runtime": "inductor_blocks", "time_limit_seconds": 1.0, "deterministic": True}
@@ -51,12 +51,8 @@ def batch(count: int = 8) -> torch.Tensor:
     return torch.randn(count, 64, 32, generator=torch.Generator().manual_seed(0))
 
 
-class Routed(nn.Module):
+class Routed(Layers, rise=linear(32, 128), fall=linear(64, 32)):
     """Passes on what it is given in part, and saves two results of which one is a part of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rise, self.fall = nn.Linear(32, 128), nn.Linear(64, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right = self.rise(x).chunk(2, -1)

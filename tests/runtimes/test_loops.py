@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 import planner
 from planner.common.options import grouped
 from planner.errors import UsageError
-from tests.models import WIDTH, Stack, perceptron, rows
+from tests.models import WIDTH, Layers, Stack, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
 from tests.tiers import tiered
 
@@ -250,11 +250,7 @@ def test_a_forward_called_by_itself_is_told_of() -> None:
         model.forward(rows())
 
 
-class Lightning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Stack(2)
-
+class Lightning(Layers, model=lambda: Stack(2)):
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(x)
         return loss
@@ -272,12 +268,8 @@ def test_a_model_with_a_training_step_is_told_to_wrap_what_that_calls() -> None:
         planner.auto_wrap(Called(), budget="1GiB")
 
 
-class Pair(nn.Module):
+class Pair(Layers, left=lambda: Stack(2), right=lambda: Stack(2)):
     """Two stacks beside each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Stack(2), Stack(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.left(x) + self.right(x)

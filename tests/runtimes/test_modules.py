@@ -33,7 +33,7 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
-from tests.models import WIDTH, Convolutions, OneLinear, images, looked_at, mean_square, perceptron, rows
+from tests.models import WIDTH, Convolutions, Layers, OneLinear, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
 from tests.tiers import tiered
 
@@ -475,12 +475,8 @@ def test_what_cannot_run_twice_or_talks_to_other_processes_is_left_alone(kind: A
     assert regions == ()
 
 
-class Decaying(nn.Module):
+class Decaying(Layers, layers=lambda: perceptron(WIDTH, hidden=8 * WIDTH)):
     """Gives its weights other memory in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = perceptron(WIDTH, hidden=8 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for parameter in self.layers.parameters():

@@ -121,10 +121,6 @@ def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest
 class Reading(Stack):
     """Scales what each block adds by a number that it reads from a tensor of its own, as a count of labels is."""
 
-    def __init__(self, read: Callable[[torch.Tensor], int | float]) -> None:
-        super().__init__(2)
-        self.read = read
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         share = self.read(x.detach() > 0) / x.numel()
         for block in self.blocks:
@@ -140,7 +136,7 @@ READ: dict[str, Callable[[torch.Tensor], int | float]] = {
 
 @pytest.mark.parametrize("kind", tiered(READ, quick=["int"]))
 def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str) -> None:
-    plain, model = beside(Reading(READ[kind]), activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Reading(2, read=READ[kind]), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 512, 768, 1024):
         inputs = (rows(count),)
         assert_same(train(plain, inputs), train(model, inputs))
@@ -217,10 +213,6 @@ def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch
 class Mixing(Stack):
     """Mixes the rows of a batch by shares that it draws."""
 
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        super().__init__()
-        self.draw = draw
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         share = self.draw()
         x = share * x + (1 - share) * x.flip(0)
@@ -238,4 +230,4 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("draw", DRAWS)
 def test_what_draws_from_the_hosts_random_states_is_refused(draw: str) -> None:
     with pytest.raises(CaptureError, match="cannot be captured as one graph"):
-        planner.plan(Mixing(DRAWS[draw]), rows(), budget="100%", runtime="graph")
+        planner.plan(Mixing(draw=DRAWS[draw]), rows(), budget="100%", runtime="graph")

@@ -15,18 +15,14 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.errors import CaptureError, InfeasibleBudgetError
-from tests.models import WIDTH, OneLinear, looked_at, mean_square, perceptron, rows
+from tests.models import WIDTH, Layers, OneLinear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
 from tests.tiers import tiered
 
 
-class Chain(nn.Module):
+class Chain(Layers, weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(6))):
     """A module without parts, of many steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
@@ -52,24 +48,16 @@ class Drops(nn.Module):
         return mean_square(self.last(x))
 
 
-class Selects(nn.Module):
+class Selects(Layers, first=perceptron, second=perceptron):
     """A part that is given as many rows as data say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = perceptron(), perceptron()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.first(x)
         return mean_square(self.second(x[x[:, 0] > 0]))
 
 
-class Twice(nn.Module):
+class Twice(Layers, first=perceptron, second=perceptron):
     """A module that is called once more where data say so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = perceptron(), perceptron()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.second(self.first(x))

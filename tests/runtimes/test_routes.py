@@ -17,7 +17,7 @@ import planner
 from planner.capture.memory import record
 from planner.common.options import grouped
 from planner.runtimes._routes import outermost
-from tests.models import Stack, looked_at, mean_square, perceptron, rows
+from tests.models import Layers, Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, peak_of, step, train
 from tests.tiers import tiered
 
@@ -128,12 +128,8 @@ def test_what_no_plan_fits_is_said() -> None:
         step(model, rows(512))
 
 
-class Experts(nn.Module):
+class Experts(Layers, experts=lambda: nn.ModuleList(perceptron() for _ in range(2))):
     """Sends each row to one of two experts, as it says itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(perceptron() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)

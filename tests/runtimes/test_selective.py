@@ -24,7 +24,7 @@ from planner.report import render
 from planner.runtimes.modules import contexts
 from planner.solving.modules.ilp import variants_of
 from tests.example_graphs import Builder
-from tests.models import SEQUENCES, OneLinear, Transformer
+from tests.models import SEQUENCES, Layers, OneLinear, Transformer, linear
 from tests.planned import printed
 from tests.runtimes.steps import assert_gradients, beside
 
@@ -83,11 +83,7 @@ def test_of_what_draws_random_numbers_all_is_kept_or_none() -> None:
         assert len(kept & {0, 2}) in (0, 2)
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class InPlace(Layers, linear=linear(WIDTH, WIDTH), last=linear(WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.last(F.relu_(self.linear(x))))
 

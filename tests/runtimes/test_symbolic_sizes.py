@@ -14,7 +14,7 @@ import planner
 from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
 from planner.runtimes import _sized
-from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
+from tests.models import WIDTH, Convolutions, Layers, Stack, linear, mean_square, perceptron
 from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
@@ -57,12 +57,8 @@ class Packed(nn.Module):
         return mean_square(self.out(y.transpose(1, 2).reshape(rows, length, -1)))
 
 
-class Means(nn.Module):
+class Means(Layers, inner=linear(WIDTH, WIDTH), outer=linear(WIDTH, WIDTH)):
     """Numbers that sizes decide: scales, reshapes, padding to a multiple, and a mean over what is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.inner(x)) * x.shape[1] ** -0.5
@@ -71,12 +67,8 @@ class Means(nn.Module):
         return (z / y.numel()).std(0).mean() + F.avg_pool1d(z, 2).square().mean()
 
 
-class Critic(nn.Module):
+class Critic(Layers, score=lambda: nn.Sequential(perceptron(), nn.Linear(WIDTH, 1))):
     """A column of scores, of which the backward makes one number seen as many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Sequential(perceptron(), nn.Linear(WIDTH, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.score(x).mean()
@@ -155,12 +147,8 @@ def refuse(*_: object, **__: object) -> None:
     raise AssertionError("the formula should say what is needed")
 
 
-class Pooled(nn.Module):
+class Pooled(Layers, blocks=lambda: Stack(1, perceptron, has_loss=False)):
     """Lengths of two and three become one, which pooling of a transposed batch lays out in another way than tracing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = Stack(1, perceptron, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.blocks(x).transpose(1, 2).cumsum(-1)
@@ -195,12 +183,8 @@ def test_inputs_of_a_class_of_their_own_are_refused_with_the_way_out(runtime: st
     model(picture.as_subclass(torch.Tensor)).sum().backward()
 
 
-class Margin(nn.Module):
+class Margin(Layers, layers=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))):
     """Ends in a loss whose derivative torch does not trace with symbols."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
 
     def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         return nn.functional.multi_margin_loss(self.layers(x), classes)

@@ -18,7 +18,7 @@ from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
 from planner.session.eager_study import with_eager
 from planner.session.step import Options
-from tests.models import OneLinear, Trained
+from tests.models import Layers, OneLinear, Trained
 from tests.runtimes.steps import measured_bytes
 
 
@@ -101,12 +101,8 @@ def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.Mon
     model(x).backward()
 
 
-class Writes(nn.Module):
+class Writes(Layers, weight=lambda: nn.Parameter(torch.randn(16))):
     """Writes into parts of a tensor, which a captured step copies whole each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = torch.zeros_like(x)

@@ -15,7 +15,7 @@ from planner import solvers
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError
 from planner.ir.cut_points import chain_places
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solvers import chain_dp
@@ -31,38 +31,17 @@ def chain(states: list[int], tapes: list[int], seconds: list[float], *, workspac
 
     A tape of 0 bytes is none. The first state cannot be made again.
     """
-    operations: list[Operation] = []
-    values: list[Value] = []
-    costs: list[OperationCost] = []
-
-    def add(name: str, inputs: list[int], sizes: list[int], phase: Phase, cost: float, workspace: int = 0) -> list[int]:
-        first = len(values)
-        values.extend(Value(name=f"{name}:{i}", size_bytes=size) for i, size in enumerate(sizes))
-        outputs = tuple(range(first, len(values)))
-        operations.append(
-            Operation(
-                name=name,
-                key=name,
-                target="",
-                inputs=tuple(inputs),
-                outputs=outputs,
-                phase=phase,
-                recomputable=name != "input",
-            )
-        )
-        costs.append(OperationCost(seconds=cost, workspace_bytes=workspace))
-        return list(outputs)
-
-    state = add("input", [], states[:1], Phase.FORWARD, 1.0)
+    b = Builder(alignment_bytes=1)
+    state = b.add("", [], states[:1], recomputable=False, seconds=1.0)
     saved = []
     for k, cost in enumerate(seconds, 1):
-        made = add(f"step{k}", state[:1], [states[k], *([tapes[k - 1]] if tapes[k - 1] else [])], Phase.FORWARD, cost)
+        made = b.add("", state[:1], [states[k], *([tapes[k - 1]] if tapes[k - 1] else [])], seconds=cost)
         saved.append([state[0], *made[1:]])
         state = made
-    gradient = add("loss", state[:1], [0], Phase.LOSS, 1.0)
-    for k in reversed(range(len(seconds))):
-        gradient = add(f"back{k + 1}", [*gradient, *saved[k]], [0], Phase.BACKWARD, 1.0, workspace_bytes)
-    return TrainingGraph(operations=tuple(operations), values=tuple(values)), tuple(costs)
+    gradient = b.add("", state[:1], [0], phase=Phase.LOSS, seconds=1.0)
+    for tape in reversed(saved):
+        gradient = b.add("", [*gradient, *tape], [0], phase=Phase.BACKWARD, seconds=1.0, workspace=workspace_bytes)
+    return b.graph("", {}), tuple(b.costs)
 
 
 def runs_of(schedule: Schedule, graph: TrainingGraph) -> list[int]:

@@ -18,7 +18,7 @@ import pytest
 from planner import solvers
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
-from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -28,7 +28,7 @@ from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
 from planner.solving.rerun_set import SLOTS, RerunSet, slots_needed
 from tests import oracle
-from tests.example_graphs import transformer
+from tests.example_graphs import by_reads, transformer
 from tests.planned import problem_at
 from tests.tiers import tiered
 
@@ -112,15 +112,8 @@ def test_what_runs_again_before_one_operation_need_not_go_in_base_order(pace: Ca
     """A large value that is needed for a small one alone is made, and gone, before another one is made."""
     reads = [(), (), (1,), (), (), (0, 2)]
     sizes = [4, 8, 1, 12, 12, 1]
-    operations = tuple(
-        Operation(name=f"o{i}", key=f"o{i}", target="", inputs=inputs, outputs=(i,)) for i, inputs in enumerate(reads)
-    )
-    values = tuple(Value(name=f"v{i}", size_bytes=size) for i, size in enumerate(sizes))
-    problem = Problem(
-        graph=TrainingGraph(operations=operations, values=values),
-        costs=(OperationCost(seconds=1.0),) * len(reads),
-        budget_bytes=12,
-    )
+    costs = (OperationCost(seconds=1.0),) * len(reads)
+    problem = Problem(graph=by_reads(reads, sizes), costs=costs, budget_bytes=12)
     schedule = Schedule((0, 1, 2, 3, 4, 1, 2, 0, 5))
     assert problem.evaluate(schedule).peak_bytes == 12
     assert problem.evaluate(Schedule((0, 1, 2, 3, 4, 0, 1, 2, 5))).peak_bytes == 13
@@ -161,17 +154,9 @@ def test_a_schedule_that_runs_most_of_the_step_again_and_again_has_room(pace: Ca
 
 def dear_first(pairs: int = 6) -> Problem:
     """Pose a problem whose plans make pairs of operations again from the last to the first, what is large before it."""
-    operations, values = list[Operation](), list[Value]()
-    for number in range(pairs):
-        for inputs, size_bytes in (((), 10 + number), ((2 * number,), 1)):
-            u = len(values)
-            operations.append(Operation(name=f"o{u}", key=f"o{u}", target="", inputs=inputs, outputs=(u,)))
-            values.append(Value(name=f"v{u}", size_bytes=size_bytes))
-    reads = tuple(range(1, 2 * pairs, 2))
-    operations.append(Operation(name="end", key="end", target="", inputs=reads, outputs=(len(values),)))
-    values.append(Value(name="end", size_bytes=1))
-    graph = TrainingGraph(operations=tuple(operations), values=tuple(values))
-    return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(operations), budget_bytes=10 + pairs)
+    reads = [read for number in range(pairs) for read in ((), (2 * number,))] + [(*range(1, 2 * pairs, 2),)]
+    graph = by_reads(reads, [size for number in range(pairs) for size in (10 + number, 1)] + [1])
+    return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(reads), budget_bytes=10 + pairs)
 
 
 # ----------------------------------------------------------------------------- the solver

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.common.limits import SolveLimits
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.solving import peak_proof
 from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, minimum_peak, proven_floor, proven_peak
 from planner.solving.peak_proof import _SMALL, Births, proven_by_last_births
-from tests.example_graphs import Builder
+from tests.example_graphs import Builder, by_reads
 from tests.oracle import lowest, random_graph
 from tests.tiers import tiered
 
@@ -152,17 +152,7 @@ def test_a_gradient_that_waits_over_the_largest_operation_of_a_layer_counts() ->
 
 def test_making_an_input_while_another_waits_counts() -> None:
     reads = [(), (0,), (1,), (2,), (3, 0)]
-    sizes = [4, 1, 9, 1, 1]
-    graph = TrainingGraph(
-        operations=tuple(
-            Operation(
-                name=f"o{i}", key=f"o{i}", target="", inputs=inputs, outputs=(i,),
-                phase=Phase.FORWARD if i < 4 else Phase.BACKWARD,
-            )
-            for i, inputs in enumerate(reads)
-        ),
-        values=tuple(Value(name=f"v{i}", size_bytes=size) for i, size in enumerate(sizes)),
-    )  # fmt: skip
+    graph = by_reads(reads, [4, 1, 9, 1, 1], forward=4)
     costs = (OperationCost(seconds=1.0),) * len(reads)
     assert proven_floor(graph, costs)[0] == 10
     floor = minimum_peak(graph, costs)

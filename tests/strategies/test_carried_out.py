@@ -56,8 +56,8 @@ def same_model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def kept() -> list[torch.Tensor]:
-    """Return loss and gradients of the step without recompute."""
-    return ran(planner.auto_wrap(same_model(), budget="100%"))[1]
+    """Return loss and gradients of the step without a plan."""
+    return ran(same_model())[1]
 
 
 @pytest.mark.parametrize("name", tiered(strategies.known(), quick=QUICK))
@@ -100,7 +100,7 @@ def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does(step: Study
 
 
 def test_within_a_budget_or_not_at_all(step: Study) -> None:
-    own = planner.plan(Transformer(), X, **grouped(strategy="every-2", compare=False))
+    own = step.plan(budget=planner.Budget(strategy="every-2"), search=planner.Search(compare=False))
     above = step.plan(
         budget=planner.Budget(own.peak_bytes + 4096, strategy="every-2"), search=planner.Search(compare=False)
     )

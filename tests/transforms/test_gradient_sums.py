@@ -12,6 +12,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.torch_internals import aot_backend
 from planner.session.step import Options, lower_as_run
+from tests.models import Layers
 from tests.runtimes.steps import assert_same, beside, measured_bytes, train, verified
 from tests.tiers import tiered
 
@@ -52,12 +53,8 @@ def test_the_prediction_holds() -> None:
     verified(model, ids(), plan)
 
 
-class ReadTwice(nn.Module):
+class ReadTwice(Layers, scale=lambda: nn.Parameter(torch.full((64,), 0.5))):
     """The first gradient of the scale is also what another gradient is made of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((64,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x + self.scale) * self.scale * self.scale).sum()

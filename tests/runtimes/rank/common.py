@@ -25,6 +25,7 @@ from planner import errors
 from planner.capture.memory import measure_peak, record
 from planner.common.options import grouped
 from planner.plans.plan import Plan
+from tests.models import Layers, linear
 
 WIDTH, ROWS = 64, 384
 FEW_ROWS = 32
@@ -38,13 +39,7 @@ RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # pytest looks for doctests here
 QUICK = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.rise = nn.Linear(WIDTH, 4 * WIDTH)
-        self.fall = nn.Linear(4 * WIDTH, WIDTH)
-
+class Block(Layers, norm=lambda: nn.LayerNorm(WIDTH), rise=linear(WIDTH, 4 * WIDTH), fall=linear(4 * WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.fall(F.gelu(self.rise(self.norm(x))))
 

@@ -112,15 +112,13 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
 
 
 def sharded_first(rank: int) -> dict[str, Any]:
-    """Wrap a model that is sharded already, made on the meta device, in its own types and in 16 bits."""
-    return {
-        "own": _sharded_first(rank, {}, {}, larger=True),
-        "16 bits": _sharded_first(rank, {"mp_policy": common.IN_FLOAT32}, {}, larger=True),
-    }
+    """Wrap a model that is sharded already, made on the meta device, in 16 bits."""
+    return {"16 bits": _sharded_first(rank, {"mp_policy": common.IN_FLOAT32}, {}, larger=True)}
 
 
 def sharded_first_in_more_ways(rank: int) -> dict[str, Any]:
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "own": ({}, {}),
         "all 16 bits": ({"mp_policy": common.IN_16_BITS}, {}),
         "kept": ({"reshard_after_forward": False}, {}),
         "never kept": ({"reshard_after_forward": True}, {}),

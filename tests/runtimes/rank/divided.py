@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import planner
 from planner.common.options import grouped
 from planner.plans.module_choices import modules_of
+from tests.models import Layers, linear
 from tests.runtimes.rank import common
 from tests.runtimes.rank.common import IN_16_BITS, QUICK, RANKS, ROWS, data, fully_sharded, gradients, live, make, step
 
@@ -79,13 +80,8 @@ class Experts(nn.Module):
         return torch.cat([F.silu(some @ up[index]) @ down[index] for index, some in enumerate(rows)])
 
 
-class Routed(nn.Module):
+class Routed(Layers, gate=linear(WIDTH, EXPERTS), experts=Experts):
     """A router, and experts for the rows that it sends to each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, EXPERTS)
-        self.experts = Experts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2)
