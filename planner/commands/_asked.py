@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.commands._options import DTYPES
 from planner.commands._terminal import quiet, reporting
 from planner.common.limits import Progress
-from planner.common.options import GROUPS, Training, picked
+from planner.common.options import GROUPS, Offload, Training, picked
 from planner.common.program import program
 from planner.errors import CaptureError, UsageError
 
@@ -94,6 +94,32 @@ def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | 
     else:
         asked["progress"] = progress
     return function(loaded.model, inputs_of(loaded), loss_fn=loaded.loss_fn, name=loaded.name, **asked)
+
+
+_CALL_WIDTH = 60
+"""What a terminal has beside the label of a line."""
+
+
+def call(args: argparse.Namespace, *, has_loss: bool) -> str:
+    """Write the call of ``auto_wrap`` that makes the plan which was asked for, model and loss by their usual names."""
+    written = (_argument(keyword, picked(kind, vars(args))) for keyword, kind in GROUPS.items())
+    arguments = ["model", *(["loss_fn=loss_fn"] if has_loss else []), *filter(None, written)]
+    text = ", ".join(arguments)
+    return f"planner.auto_wrap({text if len(text) < _CALL_WIDTH else (f',{chr(10)}    ').join(arguments)})"
+
+
+def _argument(keyword: str, given: Any) -> str:
+    """Write a group of options by what is not as by default, ``""`` if all is."""
+    options = {option.name: getattr(given, option.name) for option in fields(given) if option.metadata}
+    changed = {name: repr(value) for name, value in options.items() if value != getattr(type(given)(), name)}
+    if isinstance(given, Offload):  # the one that is off by default
+        changed = (changed or {"enabled": "True"}) if given.enabled else {}
+    if "profile" in changed:  # a file, as it was typed
+        changed["profile"] = f"planner.load_profile({changed['profile']})"
+    if tuple(changed) == type(given).__match_args__:
+        return f"{keyword}={next(iter(changed.values()))}"
+    named = ", ".join(f"{name}={value}" for name, value in changed.items())
+    return named and f"{keyword}=planner.{type(given).__name__}({named})"
 
 
 def inputs_of(loaded: ZooModel) -> Inputs:

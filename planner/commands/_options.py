@@ -6,7 +6,7 @@ import argparse
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -34,6 +34,14 @@ class Parser(argparse.ArgumentParser):
         """Leave the options to the list of them."""
         named = (action.metavar for action in self._actions if not action.option_strings)
         self.usage = " ".join([self.prog, "[OPTIONS]", *map(str, named)])
+
+    def typed(self, args: argparse.Namespace) -> Iterator[str]:
+        """Write what another command was given as this one takes it, without what each command has for itself."""
+        for action in self._actions:
+            given = getattr(args, action.dest, None)
+            is_usual = given in (None, action.default) or given not in (action.choices or (given,))
+            if not is_usual and action.dest not in ("time_limit_seconds", "json", "html"):
+                yield from (*action.option_strings[:1], *([] if action.nargs == 0 else [str(given)]))
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""

@@ -67,8 +67,8 @@ class _WhatIf(AboutModel):
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
         with quiet(args.debug), reporting(args.debug) as progress:
-            answers = _Asking(args, progress).answers()
-        _hand_out(answers, args)
+            answers = (asking := _Asking(args, progress)).answers()
+        _hand_out(answers, args, asking.has_loss)
         return 0
 
 
@@ -106,7 +106,7 @@ class _Asking:
         self.search = replace(picked(Search, vars(args)), progress=shown)
         self.offload = picked(Offload, vars(args))
         self.sizes = {name: sizes for name in _SIZES if (sizes := getattr(args, f"{name}s")) is not None}
-        self.samples = 1
+        self.samples, self.has_loss = 1, False
 
     def answers(self) -> Answers:
         """Ask."""
@@ -140,6 +140,7 @@ class _Asking:
         loaded = _asked.load(self.args, real=False)
         self.shown("capturing forward and backward")
         first = _asked.inputs_of(loaded).tensors()[0]
+        self.has_loss = loaded.loss_fn is not None
         self.samples = first.shape[0] if first.dim() else 1
         return self.studied(loaded, beside_eager=True)
 
@@ -162,14 +163,18 @@ def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | other)
 
 
-def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
+def _hand_out(answers: Answers, args: argparse.Namespace, has_loss: bool) -> None:
     from planner.common.atomic import write_text
     from planner.report.what_if import render as render_what_if
 
     if args.html:
         from planner.report.page.what_if import what_if_page
 
-        write_text(args.html, what_if_page(answers))
+        def use_it(budget_bytes: int) -> str:
+            limit = {"time_limit_seconds": Search().time_limit_seconds}  # the curve's is for all budgets
+            return _asked.call(_with(args, budget=budget_bytes, **limit), has_loss=has_loss)
+
+        write_text(args.html, what_if_page(answers, use_it))
     hand_out(answers.report(), args.json, partial(render_what_if, answers))
 
 

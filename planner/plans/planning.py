@@ -22,6 +22,7 @@ from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.policy_reduction import solved_by_policy
 from planner.solvers import solved
 from planner.solvers.auto import AutoSolver
+from planner.solvers.search import is_compiled
 from planner.solving import lowest_known, solution_cache
 from planner.solving.incumbent import Incumbent
 
@@ -181,7 +182,8 @@ def _solved(problem: Problem, search: Search) -> Solution:
     found = solution_cache.find(problem, key)
     if found is None:
         found = _searched(problem, search)
-        solution_cache.keep(key, found)
+        if found.is_optimal or search.solver != AutoSolver.name or is_compiled():  # else the next may find more
+            solution_cache.keep(key, found)
     return found
 
 

@@ -55,8 +55,13 @@ def order_saves(plan: Plan) -> str:
 
 def recomputed(plan: Plan) -> str:
     """Say how many operations are recomputed."""
-    count = sum(map(len, plan.recomputations.values()))
+    count = runs_again(plan)
     return f"{counted(count, 'op')} recomputed" if count else "nothing recomputed"
+
+
+def runs_again(plan: Plan) -> int:
+    """Return how many operations are recomputed, one that runs three times counted twice: the sum of the layers'."""
+    return sum(layer.recomputed for layer in plan.placement)
 
 
 def infeasible_verdict(report: dict[str, Any]) -> str:

@@ -232,7 +232,7 @@ def test_what_is_left_out_of_the_screen_is_in_the_whole_report(plan: Plan) -> No
         assert part in screen
     unmeasured = shown(dataclasses.replace(plan, verification=None), 100, full=False)
     assert "Memory over the step" in unmeasured and "Measured" not in unmeasured
-    assert f"planner.auto_wrap(model, budget={plan.budget_bytes})" in screen
+    assert "planner.auto_wrap(model, budget=plan)" in screen and "planner.auto_wrap(model, budget=plan)" in whole
 
 
 def test_the_screen_names_every_byte_of_the_peak_and_hides_no_warning(plan: Plan) -> None:
