@@ -202,19 +202,15 @@ def check_plannable(model: nn.Module, inputs: Inputs) -> None:
     check_own_checkpointing(model)
 
 
-_SWITCHES_OFF = (
-    "activation_checkpointing_disable", "gradient_checkpointing_disable", "disable_gradient_checkpointing"
-)  # fmt: skip
-"""Methods of transformers, of older ones, and of diffusers."""
-
-
 def check_own_checkpointing(model: nn.Module) -> None:
     """Raise a UsageError for a model that Hugging Face's switch tells to checkpoint itself."""
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True and module.training:
-            has = (f"call model.{switch}()" for switch in _SWITCHES_OFF if hasattr(model, switch))
+            kinds = (f"{kind}_checkpointing_disable" for kind in ("activation", "gradient"))  # the latter in older ones
+            names = (*kinds, "disable_gradient_checkpointing")  # of transformers, of diffusers
+            has = (f"call model.{name}()" for name in names if hasattr(model, name))
             raise UsageError(
-                f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides "
+                f"the model checkpoints its activations itself, in {path or type(model).__name__!r}; the plan decides "
                 f"that now: {next(has, 'set its gradient_checkpointing = False')}, and ask no trainer for checkpointing"
             )
 

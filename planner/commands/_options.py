@@ -119,6 +119,23 @@ def size(text: str) -> str:
     return text
 
 
+@reading
+def device(text: str) -> str:
+    """Read the name of a device that is known; ``cuda:0`` is the card that is here."""
+    from planner.plans import device_file
+
+    if re.fullmatch(r"cuda(:\d)?", text):
+        import torch
+
+        number, there = int(text[5:] or 0), torch.cuda.device_count()
+        if number >= there:
+            raise UsageError(f"{text}: CUDA devices here: {there}; name the one to plan for, like h100")
+        torch.cuda.set_device(number)
+        text = torch.cuda.get_device_name(number)
+    device_file.find(text)
+    return text
+
+
 def names(text: str) -> list[str]:
     """Read names with commas between them."""
     found = [name.strip() for name in text.split(",")]
@@ -146,8 +163,9 @@ _READ: dict[str, dict[str, Any]] = {
     "Size": SIZE,
     "Size | None": SIZE,
     "Chunk": {"type": _chunk},
+    "device": {"type": device},
 }
-"""What the parser is told of an option, by the type that its field declares."""
+"""What the parser is told of an option, by the type that its field declares, or by its name."""
 
 
 def _first_sentences(group: type[Any]) -> dict[str, str]:
@@ -167,7 +185,8 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
         name, shown = flat_name(field), field.metadata
         if not shown or (only and name not in only):
             continue
-        how = {"dest": name, "default": field.default, "help": helps[field.name], **_READ.get(str(field.type), {})}
+        read = _READ.get(str(field.type), _READ.get(name, {}))
+        how = {"dest": name, "default": field.default, "help": helps[field.name], **read}
         how |= {key: shown[key] for key in ("metavar", "choices") if key in shown} | told.get(name, {})
         action = parser.add_argument(shown.get("flag", f"--{name.replace('_', '-')}"), **how)
         if shown.get("rare") and not only:

@@ -107,13 +107,10 @@ def _report_plan(args: argparse.Namespace) -> int:
     try:
         with _asked.working(args, real=args.verify) as (progress, loaded):
             plan = _make(args, progress, loaded, saved)
-            use_it = _asked.call(args, has_loss=loaded.loss_fn is not None)
+            to_copy = ToCopy(_asked.call(args, has_loss=loaded.loss_fn is not None), _what_if(args))
     except NoPlanFitsError as error:
         hand_out(error.report, args.json, partial(render_infeasible, error.report))
         raise
-    if saved is not None:
-        use_it = f"planner.auto_wrap(model, budget=planner.Plan.load({args.plan!r}))"
-    to_copy = ToCopy(use_it, _what_if(args))
     _write(args, plan, to_copy)
     hand_out(plan.report(), args.json, partial(render, plan, full=args.full, to_copy=to_copy))
     _hold_to_measured(plan)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from planner.common.limits import SolveLimits
-from planner.common.options import Search
 from planner.common.units import format_bytes, format_percent
 from planner.findings import step_rules
 from planner.findings.finding import Finding
@@ -31,7 +30,6 @@ from planner.plans.plan import CapturedOrder, OperationRow, Plan, PlanOrigin
 from planner.plans.policy_reduction import policy_finding
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
-from planner.solvers.auto import AutoSolver
 from planner.solvers.search import SOLVER as annealing
 
 
@@ -50,7 +48,8 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
-    missing = missing_search(problem, limits)  # now: comparing may compile what the search had to do without
+    # Comparing may compile what the search had to do without.
+    missing = annealing.missing(limits) if problem.regions is None and problem.host is None else ""
     evaluation = confirm(problem, solution)
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)
@@ -179,12 +178,6 @@ PRICE = "dearer-than-the-step"
 
 _WORTH_SAYING = 0.005
 """From so large a gap on, as a share of the step, it is told."""
-
-
-def missing_search(problem: Problem, limits: SolveLimits | None) -> str:
-    """Say what a search went without and what to do, where neither more time nor more memory may be what it takes."""
-    is_auto = isinstance(limits, Search) and limits.solver == AutoSolver.name and not limits.deterministic
-    return annealing.missing() if is_auto and problem.regions is None and problem.host is None else ""
 
 
 def price_finding(problem: Problem, evaluation: Evaluation, smallest_bytes: int | None) -> Finding | None:

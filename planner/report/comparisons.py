@@ -157,12 +157,9 @@ def _plans(audit: Audit) -> Table:
 
 def _audit_row(name: str, plan: Plan, best: Plan) -> ComparisonRow:
     is_proven = best.lower_bound_seconds > 0 or plan.added_seconds <= 0
-    bound = best.lower_bound_overhead if is_proven else None
     host_bytes = plan.offloading.host_bytes if plan.offloading else 0
-    peak_bytes, overhead = plan.whole_step_peak_bytes, plan.overhead
-    return ComparisonRow(
-        name=name, peak_bytes=peak_bytes, overhead=overhead, lower_bound_overhead=bound, host_bytes=host_bytes
-    )
+    row = ComparisonRow(name=name, peak_bytes=plan.whole_step_peak_bytes, overhead=plan.overhead, host_bytes=host_bytes)
+    return replace(row, lower_bound_overhead=best.lower_bound_overhead if is_proven else None)
 
 
 def _audit_notes(audit: Audit) -> Iterator[str]:

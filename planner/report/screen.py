@@ -72,9 +72,9 @@ def _next(plan: Plan, to_copy: ToCopy) -> Iterator[Text]:
     lines.append(("see more", " · ".join(more)))
     lines.append(("whole curve", to_copy.curve(plan, program())))
     widest = max(len(label) for label, _ in lines)
-    for label, said in lines:
-        write = uncut if label in ("use it", "whole curve") else one_line
-        yield write(f"  {label:<{widest}}  {said}".replace("\n", "\n" + " " * (widest + 4)))
+    indent, write = "\n" + " " * (widest + 4), {"use it": uncut, "whole curve": uncut}
+    shown = ((label, f"  {label:<{widest}}  {said}".replace("\n", indent)) for label, said in lines)
+    return (write.get(label, one_line)(text) for label, text in shown)
 
 
 def _others(plan: Plan) -> Iterator[str]:

@@ -110,8 +110,10 @@ class SearchSolver:
         if find_spec("numba") is None:
             raise SolverUnavailableError("solver 'search' needs numba: pip install checkpoint-planner[search]")
 
-    def missing(self) -> str:
-        """Say what a solver that anneals only if it can went without, and what to do; ``""`` if nothing was missing."""
+    def missing(self, limits: SolveLimits | None) -> str:
+        """Say what a search that anneals only if it can went without, and what to do; ``""`` if nothing was missing."""
+        if getattr(limits, "solver", "") != "auto" or (limits is not None and limits.deterministic):
+            return ""
         if find_spec("numba") is None:
             return "pip install checkpoint-planner[search]: annealing, which looks for cheaper plans, needs it"
         return "" if is_compiled() else f"plan again: annealing, which looks for cheaper plans, {_COMPILES}"

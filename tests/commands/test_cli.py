@@ -171,9 +171,8 @@ def test_what_is_printed_can_be_copied(
     eval(code[1], {"planner": planner, "model": loaded.model, "loss_fn": loss_fn})
     assert arrived.get("loss_fn") is loss_fn is api.asked["loss_fn"]
     no_search = dataclasses.replace(api.asked["search"], progress=None)
-    assert Options.of({"offload": False, "runtime": "auto", **arrived}) == Options.of(
-        {**api.asked, "search": no_search, "name": ""}
-    )
+    asked = Options.of(api.asked | {"search": no_search, "name": ""})
+    assert Options.of({"offload": False, "runtime": "auto", **arrived}) == asked
     model = zoo.build("minigpt", layers=1, batch_size=1, seq_len=8).model
     if "--data-parallel" not in given:  # which is for a model that is sharded by then
         assert wrap(model, **arrived) is model
@@ -196,9 +195,8 @@ def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     assert report["status"] == "infeasible"
 
     smallest = str(report["minimum_feasible_peak_bytes"])
-    assert (
-        run("plan", "minigpt", "--budget", smallest, "--time-limit", "0.5").code == 0
-    )  # by the best solver: sqrt may not reach it
+    # By the best solver: sqrt may not reach it.
+    assert run("plan", "minigpt", "--budget", smallest, "--time-limit", "0.5").code == 0
     assert json.loads(run(*PLAN, "--budget", "1", "--time-limit", "0.1", "--json", "-").out)["status"] == "infeasible"
 
 
@@ -232,6 +230,7 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
         (("plan", "minigpt", "--budget", "1GiB", "--optimizer", "lion"), ("optimizer",)),
         (("plan", "minigpt", "--budget", "1GiB", "--solver", "sqr"), ("sqr", "sqrt")),
         (("plan", "minigpt", "--budget", "1GiB", "--device", "a1000"), ("a1000",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--device", "cuda:9"), ("CUDA devices here: ", "like h100")),
         (("plan", "minigpt", "--budget", "1GiB", "--save", "/nowhere/plan"), ("/nowhere",)),
         (("plan", "minigpt", "--budget", "1GiB", "--json", "/"), ("directory",)),
         (("verify", "minigpt", "--plan", "/nowhere/plan"), ("/nowhere/plan",)),
@@ -246,6 +245,16 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     found = run(*arguments)
     found.assert_error(2, *words)
     assert found.out == ""
+
+
+def test_torchs_name_of_a_card_is_the_card(run: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    for name, answer in (("device_count", lambda: 2), ("set_device", chosen.append)):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ["Tesla", "NVIDIA L4"][number])
+    assert run(*PLAN, "--budget", "65%", "--device", "cuda:1").code == 0
+    assert chosen == [1] and api.asked["target"].device == "NVIDIA L4"
+    run(*PLAN, "--budget", "65%", "--device", "cuda").assert_error(2, "unknown device 'Tesla'", "calibrate")
 
 
 def test_version(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,18 +16,15 @@ from planner.plans.plan import Plan, Timeline
 from planner.report.curve_chart import lines
 from planner.report.page import charts, fill, resource
 from planner.report.peak import in_order
-from planner.report.style import at_least_percent, counted, signed_percent
-from planner.report.verdict import runs_again
+from planner.report.style import at_least_percent, signed_percent
+from planner.report.verdict import recomputed
 from planner.report.what_if import further, marks, verdict
 
 _KINDS = {"overhead": "after", "lower bound": "bound"}
 """Classes of what is drawn as a line; whatever else is another way."""
 
 
-_OF_BUDGET = "planner.auto_wrap(model, budget={})".format
-
-
-def what_if_page(answers: Answers, use_it: Callable[[int], str] = _OF_BUDGET) -> str:
+def what_if_page(answers: Answers, use_it: Callable[[int], str] = "planner.auto_wrap(model, budget={})".format) -> str:
     """Return the page: the curve with its points, the plan of each, then whatever else was asked.
 
     It shows for each plan the call that makes it, which ``use_it`` writes for a budget.
@@ -169,7 +166,7 @@ def _plan(plan: Plan, line: Timeline, use_it: Callable[[int], str]) -> dict[str,
         "beside": f"{format_bytes(plan.baseline_peak_bytes)} without recompute",
         "overhead": signed_percent(plan.overhead),
         "bound": f"no plan below {at_least_percent(plan.lower_bound_overhead)}",
-        "again": counted(runs_again(plan), "operation"),
+        "again": recomputed(plan).removesuffix(" recomputed"),
         "found": f"found by {plan.solver} ({plan.status})",
         "code": use_it(plan.budget_bytes),
         "anatomy": in_order(plan.anatomy),
