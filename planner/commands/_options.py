@@ -221,7 +221,7 @@ def model_options() -> Parser:
     parser = Parser(add_help=False)
     group = parser.add_argument_group("model")
     group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
-    group.add_argument("--model", metavar="SPEC", help="file.py:factory, which gives (model, inputs)")
+    group.add_argument("--model", metavar="SPEC", help="file.py:factory, or hf:ORG/NAME, hf:FOLDER")
     for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
         action = group.add_argument(option, type=count, metavar="N", help="of the model and its inputs")
         if option in ("--image-size", "--layers"):

@@ -30,7 +30,6 @@ from planner.plans.plan import CapturedOrder, OperationRow, Plan, PlanOrigin
 from planner.plans.policy_reduction import policy_finding
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
-from planner.solvers.search import SOLVER as annealing
 
 
 def plan_from_solution(
@@ -48,8 +47,6 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
-    # Comparing may compile what the search had to do without.
-    missing = annealing.missing(limits) if problem.regions is None and problem.host is None else ""
     evaluation = confirm(problem, solution)
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)
@@ -68,7 +65,6 @@ def plan_from_solution(
     reserved = reserved_by_cuda(problem, schedule, static_memory)
     least = smallest_bytes if compare else None
     found = _warnings(problem, evaluation, solution, limits or SolveLimits(), least)
-    found = (replace(each, fix=missing) if missing and each.rule in (PRICE, GAP) else each for each in found)
     plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),

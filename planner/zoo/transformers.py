@@ -66,14 +66,14 @@ def configured(place: str, **changed: Any) -> tuple[Any, type[Any]]:
         why = absent if isinstance(error, OSError) and not Path(place).exists() else in_one_line(error)
         raise UsageError(f"cannot read the configuration of {place!r}: {why}") from None
     kinds: list[Any] = [getattr(hf, name, None) for name in config.architectures or ()]
-    kinds += [getattr(hf, f"AutoModelFor{task}")._model_mapping.get(type(config), None) for task in _TASKS]
+    kinds += [getattr(hf, f"MODEL_FOR_{task}_MAPPING").get(type(config), None) for task in _TASKS]
     kinds = [kind for kind in kinds if hasattr(kind, "forward") and "labels" in signature(kind.forward).parameters]
     if not kinds:
         raise UsageError(f"{place!r} is of no model of transformers that computes its loss of labels: write a factory")
     return config, kinds[0]
 
 
-_TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
+_TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
 """What models of a configuration that names none are trained for, the first that there is."""
 
 
