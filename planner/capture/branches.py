@@ -102,7 +102,7 @@ class _Conditions:
     def held(self, condition: fx.Node) -> bool | None:
         """Evaluate a condition for these inputs; None if only running the program can tell."""
         origin = _Origin(condition)
-        if not origin.is_known() or any(map(_switches_types, condition.graph.nodes)):
+        if not origin.is_known() or (origin.has_floats() and any(map(_switches_types, condition.graph.nodes))):
             return None
         on_host = origin.is_constant()
         values = {} if on_host else self._values
@@ -147,9 +147,13 @@ class _Origin:
 
     def is_constant(self) -> bool:
         """Whether the condition depends only on integers that the program itself creates."""
-        values = (value for node in self.nodes if (value := _tensor(node)) is not None)
         named = (node for node in self.nodes if any(isinstance(x, torch.device) for x in node.args))
-        return not self.given and not any(named) and not any(v.is_floating_point() or v.is_complex() for v in values)
+        return not self.given and not any(named) and not self.has_floats()
+
+    def has_floats(self) -> bool:
+        """Whether any of it is of a type that autocast changes."""
+        values = (value for node in self.nodes if (value := _tensor(node)) is not None)
+        return any(value.is_floating_point() or value.is_complex() for value in values)
 
 
 def _is_as_made(node: fx.Node) -> bool:

@@ -204,12 +204,14 @@ def check_plannable(model: nn.Module, inputs: Inputs) -> None:
 
 def check_own_checkpointing(model: nn.Module) -> None:
     """Raise a UsageError for a model that Hugging Face's switch tells to checkpoint itself."""
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True and module.training:
+            kinds = (f"{kind}_checkpointing_disable" for kind in ("activation", "gradient"))  # the latter in older ones
+            names = (*kinds, "disable_gradient_checkpointing")  # of transformers, of diffusers
+            has = (f"call model.{name}()" for name in names if hasattr(model, name))
             raise UsageError(
-                f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides "
-                "that now: call model.gradient_checkpointing_disable(), "
-                "and pass no gradient_checkpointing=True to a trainer"
+                f"the model checkpoints its activations itself, in {path or type(model).__name__!r}; the plan decides "
+                f"that now: {next(has, 'set its gradient_checkpointing = False')}, and ask no trainer for checkpointing"
             )
 
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from planner import zoo
 from planner.commands._options import DTYPES
 from planner.commands._terminal import quiet, reporting
 from planner.common.limits import Progress
-from planner.common.options import GROUPS, Training, picked
+from planner.common.options import GROUPS, Offload, Training, picked
 from planner.common.program import program
 from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from planner.capture.inputs import Inputs
-    from planner.zoo import ZooModel
 
 Answer = TypeVar("Answer")
 
 
 def check_model(args: argparse.Namespace) -> None:
     """Refuse a model that is not named, or not known."""
-    from planner import zoo
-
     if (args.name is None) == (args.model is None):
-        raise UsageError(f"name one model: a name that '{program()} models' lists, or file.py:factory")
-    if ":" not in (args.model or args.name):
-        zoo.describe(args.model or args.name)
+        raise UsageError(f"name one model: a name that '{program()} models' lists, hf:ORG/NAME, or file.py:factory")
+    if not zoo.is_own(args.model or args.name):
+        with quiet(args.debug):  # what transformers says of a configuration
+            zoo.describe(args.model or args.name)
 
 
 def check_writable(*paths: str | None) -> None:
@@ -41,14 +40,10 @@ def check_writable(*paths: str | None) -> None:
             atomic.check_writable(path)
 
 
-def check_target(args: argparse.Namespace, *devices: str) -> None:
-    """Refuse devices and cost models that are not known."""
+def check_target(args: argparse.Namespace) -> None:
+    """Refuse cost models that are not known."""
     import cost_models
-    from planner.plans import device_file
 
-    for device in (args.device, *devices):
-        if device is not None:
-            device_file.find(device)
     try:
         cost_models.get(args.cost_model)
     except cost_models.UnknownNameError as error:
@@ -87,7 +82,9 @@ def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
     return {keyword: picked(kind, asked) for keyword, kind in GROUPS.items() if kind in groups}
 
 
-def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | None = None, **asked: Any) -> Answer:
+def ask(
+    function: Callable[..., Answer], loaded: zoo.ZooModel, progress: Progress | None = None, **asked: Any
+) -> Answer:
     """Call a public function with a model, its inputs and its loss."""
     if "search" in asked:
         asked["search"] = replace(asked["search"], progress=progress)
@@ -96,7 +93,35 @@ def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | 
     return function(loaded.model, inputs_of(loaded), loss_fn=loaded.loss_fn, name=loaded.name, **asked)
 
 
-def inputs_of(loaded: ZooModel) -> Inputs:
+_CALL_WIDTH = 60
+"""What a terminal has beside the label of a line."""
+
+
+def call(args: argparse.Namespace, *, has_loss: bool) -> str:
+    """Write the call of ``auto_wrap`` that makes the plan which was asked for, model and loss by their usual names."""
+    if saved := getattr(args, "plan", None):
+        return f"planner.auto_wrap(model, budget=planner.Plan.load({saved!r}))"
+    written = (_argument(keyword, picked(kind, vars(args))) for keyword, kind in GROUPS.items())
+    arguments = ["model", *(["loss_fn=loss_fn"] if has_loss else []), *filter(None, written)]
+    between = ", " if len(", ".join(arguments)) < _CALL_WIDTH else ",\n    "
+    return f"planner.auto_wrap({between.join(arguments)})"
+
+
+def _argument(keyword: str, given: Any) -> str:
+    """Write a group of options by what is not as by default, ``""`` if all is."""
+    options = {option.name: getattr(given, option.name) for option in fields(given) if option.metadata}
+    changed = {name: repr(value) for name, value in options.items() if value != getattr(type(given)(), name)}
+    if isinstance(given, Offload):  # the one that is off by default
+        changed = (changed or {"enabled": "True"}) if given.enabled else {}
+    if "profile" in changed:  # a file, as it was typed
+        changed["profile"] = f"planner.load_profile({changed['profile']})"
+    if tuple(changed) == type(given).__match_args__:
+        return f"{keyword}={next(iter(changed.values()))}"
+    named = ", ".join(f"{name}={value}" for name, value in changed.items())
+    return named and f"{keyword}=planner.{type(given).__name__}({named})"
+
+
+def inputs_of(loaded: zoo.ZooModel) -> Inputs:
     """Return the inputs of one step."""
     from planner.capture.inputs import Inputs
 
@@ -104,20 +129,20 @@ def inputs_of(loaded: ZooModel) -> Inputs:
 
 
 def ask_or_build(
-    function: Callable[..., Answer], args: argparse.Namespace, loaded: ZooModel, progress: Progress, **asked: Any
+    function: Callable[..., Answer], args: argparse.Namespace, loaded: zoo.ZooModel, progress: Progress, **asked: Any
 ) -> Answer:
     """Ask about a model without memory; a user's model that cannot be captured so is built for real."""
     try:
         return ask(function, loaded, progress, **asked)
     except CaptureError:
-        if ":" not in (args.model or args.name):
+        if not zoo.is_own(args.model or args.name):
             raise
     progress("building the model for real: what it runs may depend on data")
     return ask(function, load(args, real=True), progress, **asked)
 
 
 @contextmanager
-def working(args: argparse.Namespace, *, real: bool = False) -> Iterator[tuple[Progress, ZooModel]]:
+def working(args: argparse.Namespace, *, real: bool = False) -> Iterator[tuple[Progress, zoo.ZooModel]]:
     """Build the model that is named; torch is silent, and progress is shown, until the work is done."""
     with quiet(args.debug), reporting(args.debug) as progress:
         progress("building the model")
@@ -128,9 +153,8 @@ def working(args: argparse.Namespace, *, real: bool = False) -> Iterator[tuple[P
         yield progress, load(args, real=real)
 
 
-def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
+def load(args: argparse.Namespace, *, real: bool) -> zoo.ZooModel:
     """Build the model that is named: for real, or without memory."""
-    from planner import zoo
     from planner.capture import fake_mode
     from planner.measure import devices
 
@@ -138,7 +162,7 @@ def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
     sizes = {size: getattr(args, size) for size in ("batch_size", "seq_len", "image_size", "layers")}
     dtype = DTYPES[args.dtype] if args.dtype else None
     specification = args.model or args.name
-    if ":" not in specification:
+    if not zoo.is_own(specification):
         return zoo.build(
             specification, **sizes, dtype=dtype, device=devices.place(getattr(args, "device", None)), fake_mode=mode
         )

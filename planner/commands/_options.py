@@ -6,7 +6,7 @@ import argparse
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -34,6 +34,14 @@ class Parser(argparse.ArgumentParser):
         """Leave the options to the list of them."""
         named = (action.metavar for action in self._actions if not action.option_strings)
         self.usage = " ".join([self.prog, "[OPTIONS]", *map(str, named)])
+
+    def typed(self, args: argparse.Namespace) -> Iterator[str]:
+        """Write what another command was given as this one takes it, without what each command has for itself."""
+        for action in self._actions:
+            given = getattr(args, action.dest, None)
+            is_usual = given in (None, action.default) or given not in (action.choices or (given,))
+            if not is_usual and action.dest not in ("time_limit_seconds", "json", "html"):
+                yield from (*action.option_strings[:1], *([] if action.nargs == 0 else [str(given)]))
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
@@ -111,6 +119,23 @@ def size(text: str) -> str:
     return text
 
 
+@reading
+def device(text: str) -> str:
+    """Read the name of a device that is known; ``cuda:0`` is the card that is here."""
+    from planner.plans import device_file
+
+    if re.fullmatch(r"cuda(:\d)?", text):
+        import torch
+
+        number, there = int(text[5:] or 0), torch.cuda.device_count()
+        if number >= there:
+            raise UsageError(f"{text}: CUDA devices here: {there}; name the one to plan for, like h100")
+        torch.cuda.set_device(number)
+        text = torch.cuda.get_device_name(number)
+    device_file.find(text)
+    return text
+
+
 def names(text: str) -> list[str]:
     """Read names with commas between them."""
     found = [name.strip() for name in text.split(",")]
@@ -138,8 +163,9 @@ _READ: dict[str, dict[str, Any]] = {
     "Size": SIZE,
     "Size | None": SIZE,
     "Chunk": {"type": _chunk},
+    "device": {"type": device},
 }
-"""What the parser is told of an option, by the type that its field declares."""
+"""What the parser is told of an option, by the type that its field declares, or by its name."""
 
 
 def _first_sentences(group: type[Any]) -> dict[str, str]:
@@ -159,7 +185,8 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
         name, shown = flat_name(field), field.metadata
         if not shown or (only and name not in only):
             continue
-        how = {"dest": name, "default": field.default, "help": helps[field.name], **_READ.get(str(field.type), {})}
+        read = _READ.get(str(field.type), _READ.get(name, {}))
+        how = {"dest": name, "default": field.default, "help": helps[field.name], **read}
         how |= {key: shown[key] for key in ("metavar", "choices") if key in shown} | told.get(name, {})
         action = parser.add_argument(shown.get("flag", f"--{name.replace('_', '-')}"), **how)
         if shown.get("rare") and not only:
@@ -194,7 +221,7 @@ def model_options() -> Parser:
     parser = Parser(add_help=False)
     group = parser.add_argument_group("model")
     group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
-    group.add_argument("--model", metavar="SPEC", help="file.py:factory, which gives (model, inputs)")
+    group.add_argument("--model", metavar="SPEC", help="file.py:factory, or hf:ORG/NAME, hf:FOLDER")
     for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
         action = group.add_argument(option, type=count, metavar="N", help="of the model and its inputs")
         if option in ("--image-size", "--layers"):

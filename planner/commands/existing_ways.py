@@ -60,13 +60,10 @@ class _Check(AboutModel):
         json_option(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner.plans import device_file
         from planner.report.findings import render_diagnosis
 
         _asked.check_model(args)
         picked(Training, vars(args))
-        if args.device:
-            device_file.find(args.device)
         _asked.check_writable(args.json)
         with _asked.working(args) as (progress, loaded):
             from planner.diagnose.check import check

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import shlex
 from functools import partial
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
-from planner.commands._options import AboutModel, budget_options, planning_options
+from planner.commands._options import AboutModel, Parser, budget_options, planning_options
 from planner.commands._terminal import hand_out
 from planner.common.limits import Progress
 from planner.common.options import OFF, Budget, Offload, Runtime, Search, Target, Training
@@ -18,6 +18,7 @@ from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
+    from planner.report.comparisons import ToCopy
     from planner.zoo import ZooModel
 
 
@@ -40,7 +41,7 @@ class _Plan(AboutModel):
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
         _asked.check_writable(args.save, args.html)
-        return _report_plan(args, write=partial(_write, args))
+        return _report_plan(args)
 
 
 class _Verify(AboutModel):
@@ -58,14 +59,23 @@ class _Verify(AboutModel):
         return _report_plan(args)
 
 
-def _write(args: argparse.Namespace, plan: Plan) -> None:
+def _write(args: argparse.Namespace, plan: Plan, to_copy: ToCopy) -> None:
     from planner.common.atomic import write_text
     from planner.report.page import to_html
 
-    if args.save:
+    if getattr(args, "save", None):
         plan.save(args.save)
-    if args.html:
-        write_text(args.html, to_html(plan))
+    if getattr(args, "html", None):
+        write_text(args.html, to_html(plan, to_copy))
+
+
+def _what_if(args: argparse.Namespace) -> str:
+    """Write what shows the curve of the same step."""
+    from planner.commands.what_if import COMMAND as WHAT_IF
+
+    parser = Parser(parents=WHAT_IF.parents(), add_help=False)
+    WHAT_IF.add_options(parser)
+    return shlex.join([WHAT_IF.name, *parser.typed(args)])
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -83,25 +93,26 @@ def _check(args: argparse.Namespace) -> None:
         named = ", --plan FILE" if hasattr(args, "plan") else ""
         raise UsageError(
             f"say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME{named}; "
-            f"'{program()} what-if {args.model or args.name}' shows what each budget costs"
+            f"'{program()} {_what_if(args)}' shows what each budget costs"
         )
 
 
-def _report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None = None) -> int:
+def _report_plan(args: argparse.Namespace) -> int:
     """Make or read the plan, run real steps, write what else is asked for, and show all that."""
     from planner.plans.plan import NoPlanFitsError, Plan
     from planner.report import render, render_infeasible
+    from planner.report.comparisons import ToCopy
 
     saved = Plan.load(args.plan) if getattr(args, "plan", None) else None
     try:
         with _asked.working(args, real=args.verify) as (progress, loaded):
             plan = _make(args, progress, loaded, saved)
+            to_copy = ToCopy(_asked.call(args, has_loss=loaded.loss_fn is not None), _what_if(args))
     except NoPlanFitsError as error:
         hand_out(error.report, args.json, partial(render_infeasible, error.report))
         raise
-    if write:
-        write(plan)
-    hand_out(plan.report(), args.json, partial(render, plan, full=args.full))
+    _write(args, plan, to_copy)
+    hand_out(plan.report(), args.json, partial(render, plan, full=args.full, to_copy=to_copy))
     _hold_to_measured(plan)
     return 0
 

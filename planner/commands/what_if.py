@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
 from planner.commands import _asked
-from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
+from planner.commands._options import NAMES, SIZE, AboutModel, add, device, names, reading, solving_options, whole
 from planner.commands._terminal import hand_out, quiet, reporting
 from planner.common.options import Offload, Runtime, Search, Target, Training, picked
 from planner.errors import UsageError
@@ -57,7 +57,8 @@ class _WhatIf(AboutModel):
             ("--seq-lens", "sequence lengths", "128..4096 or 512,1024: the longest that fits, tokens/s"),
         ):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
-        axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
+        devices = NAMES | {"type": lambda text: [device(name) for name in names(text)]}
+        axes.add_argument("--devices", **devices, help="h100,a100-40: fits or not in the memory of each")
         axes.add_argument("--solvers", **NAMES, help="solvers, and strategies, on the same axes")
         planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
@@ -67,8 +68,8 @@ class _WhatIf(AboutModel):
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
         with quiet(args.debug), reporting(args.debug) as progress:
-            answers = _Asking(args, progress).answers()
-        _hand_out(answers, args)
+            answers = (asking := _Asking(args, progress)).answers()
+        _hand_out(answers, args, asking.has_loss)
         return 0
 
 
@@ -84,7 +85,7 @@ def _check(args: argparse.Namespace) -> None:
     _asked.check_offload(args)
     if args.offload and not solvers.get(args.solver).offloads:
         raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
-    _asked.check_target(args, *args.devices)
+    _asked.check_target(args)
     check_solver(args.runtime, args.solver)
     offloading_runtime(args.runtime, picked(Offload, vars(args)))
     methods.check(args.solvers, args.runtime)
@@ -93,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
     sizes = [name for name in _SIZES if getattr(args, f"{name}s") is not None]
     if sizes and not args.budget:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
-    zoo.check_sizes(args.model or args.name, sizes)
+    zoo.check_sizes(args.model or args.name, {name: max(getattr(args, f"{name}s").values) for name in sizes})
     _asked.check_writable(args.json, args.html)
 
 
@@ -106,7 +107,7 @@ class _Asking:
         self.search = replace(picked(Search, vars(args)), progress=shown)
         self.offload = picked(Offload, vars(args))
         self.sizes = {name: sizes for name in _SIZES if (sizes := getattr(args, f"{name}s")) is not None}
-        self.samples = 1
+        self.samples, self.has_loss = 1, False
 
     def answers(self) -> Answers:
         """Ask."""
@@ -140,6 +141,7 @@ class _Asking:
         loaded = _asked.load(self.args, real=False)
         self.shown("capturing forward and backward")
         first = _asked.inputs_of(loaded).tensors()[0]
+        self.has_loss = loaded.loss_fn is not None
         self.samples = first.shape[0] if first.dim() else 1
         return self.studied(loaded, beside_eager=True)
 
@@ -162,14 +164,16 @@ def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | other)
 
 
-def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
+def _hand_out(answers: Answers, args: argparse.Namespace, has_loss: bool) -> None:
     from planner.common.atomic import write_text
     from planner.report.what_if import render as render_what_if
 
     if args.html:
         from planner.report.page.what_if import what_if_page
 
-        write_text(args.html, what_if_page(answers))
+        one = _with(args, time_limit_seconds=Search().time_limit_seconds)  # the curve's is for all its plans
+        page = what_if_page(answers, lambda budget: _asked.call(_with(one, budget=budget), has_loss=has_loss))
+        write_text(args.html, page)
     hand_out(answers.report(), args.json, partial(render_what_if, answers))
 
 

@@ -43,7 +43,7 @@ RULES = (
             "draws",
         ),
         cause="the backward draws other random numbers than the forward did, so gradients are those of another step",
-        fix="pass preserve_rng_state=True (Hugging Face: leave it out of gradient_checkpointing_kwargs), "
+        fix="pass preserve_rng_state=True (transformers: leave it out of activation_checkpointing_kwargs), "
         f"{_LEAVE_IT_TO_A_PLAN}",
     ),
     Rule(
@@ -56,7 +56,7 @@ RULES = (
         cause="the reentrant kind links a region to the backward only through its inputs, so these parameters "
         "get no gradient at all",
         fix="pass use_reentrant=False, or let the input require a gradient "
-        "(Hugging Face: enable_input_require_grads())",
+        "(transformers: enable_input_require_grads())",
     ),
     Rule(
         name="state-updated-twice",
@@ -85,7 +85,8 @@ RULES = (
         evidence=_already_on,
         cause="the model recomputes whole regions by itself, whatever the budget; a plan takes its place in a "
         "captured step, elsewhere the two add up",
-        fix="turn it off before planning (Hugging Face: gradient_checkpointing_disable())",
+        fix="turn it off before planning: activation_checkpointing_disable() in transformers "
+        "(gradient_checkpointing_disable() in older ones), disable_gradient_checkpointing() in diffusers",
     ),
 )
 """Most of them need the forward to be followed; see ``planner.diagnose.observe``."""

@@ -195,7 +195,7 @@ def placement(
     first = schedule.first_runs()
     for position, index in enumerate(schedule.order):
         if position > first[index] and graph.operations[index].target not in BOOKKEEPING:
-            targets[layers.of[index]][graph.operations[index].target] += 1
+            targets[layers.of[index]].update(named_by(key)[1] for key in graph.operations[index].keys)
             seconds[layers.of[index]] += costs[index].seconds
     blocks = set(layers.blocks)
     return tuple(

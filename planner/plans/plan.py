@@ -81,7 +81,7 @@ class LayerPlacement:
     freed_bytes: int = field(metadata={"signed": True})
     """Activations that the step without recompute holds until the backward, and the plan does not."""
     recomputed: int
-    """Runs beyond the first of its operations."""
+    """Runs beyond the first of its operations, each counted by itself where several are one kernel."""
     added_seconds: float
     """Time of these runs."""
     forward_seconds: float

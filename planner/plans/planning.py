@@ -17,13 +17,15 @@ from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
-from planner.plans.from_solution import plan_from_solution
+from planner.plans.from_solution import GAP, PRICE, plan_from_solution
 from planner.plans.no_plan_fits import no_plan_fits, too_little
 from planner.plans.ordering import lowest_plan_known, solved_in_best_order
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.policy_reduction import solved_by_policy
 from planner.solvers import solved
 from planner.solvers.auto import AutoSolver
+from planner.solvers.search import SOLVER as annealing
+from planner.solvers.search import is_compiled
 from planner.solving import lowest_known, solution_cache
 from planner.solving.incumbent import Incumbent
 
@@ -109,9 +111,12 @@ def make_plan(
         )
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
-    return plan_from_solution(
+    missing = annealing.missing(search) if problem.regions is None and problem.host is None else ""
+    plan = plan_from_solution(
         problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
     )
+    advised = (replace(each, fix=missing) if missing and each.rule in (PRICE, GAP) else each for each in plan.warnings)
+    return replace(plan, warnings=tuple(advised))
 
 
 def solved_in_blocks(
@@ -189,7 +194,9 @@ def _solved(problem: Problem, search: Search, clock: Clock) -> Solution:
     if found is None:
         left_seconds = max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)
         found = _searched(problem, search if search.deterministic else search.within(left_seconds))
-        solution_cache.keep(key, found)
+        # Without the kernels of annealing the next search may find more.
+        is_final = found.is_optimal or search.solver != AutoSolver.name or is_compiled()
+        solution_cache.keep(key, found, on_disk=is_final)
     return found
 
 

@@ -14,14 +14,15 @@ from rich.console import Console
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.report import peak, screen
+from planner.report.comparisons import OF_A_PLAN, ToCopy
 from planner.report.screen import Report
 from planner.report.style import print_report
 from planner.report.verdict import infeasible_verdict, verdict
 
 
-def render(plan: Plan, console: Console, *, full: bool = False) -> None:
+def render(plan: Plan, console: Console, *, full: bool = False, to_copy: ToCopy = OF_A_PLAN) -> None:
     """Print the report of a plan on one screen, or in full."""
-    parts = screen.full_parts(plan) if full else screen.parts(plan)
+    parts = screen.full_parts(plan, to_copy) if full else screen.parts(plan, to_copy)
     print_report(console, verdict(plan), *parts, style="bold green")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -14,10 +14,26 @@ from planner.analysis.audit import Audit
 from planner.common.program import NAME, program
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import OWN, ComparisonRow, Plan
-from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
+from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, uncut, yes_or_no
 
 THIS, MORE = "this one", "1 GiB more"
 """What the plan's own budget and the next larger one are called among others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToCopy:
+    """What a report shows to be copied: the call that makes its plan, and the command line's words for the curve."""
+
+    use_it: str
+    what_if: str = ""
+
+    def curve(self, plan: Plan, called: str = NAME) -> str:
+        """Return what to type for more budgets."""
+        return f"{called} {self.what_if or shlex.join(['what-if', plan.model or 'MODEL'])}"
+
+
+OF_A_PLAN = ToCopy("planner.auto_wrap(model, budget=plan)")
+"""Where no more is known of a plan than that it is at hand."""
 
 
 def comparison_table(title: str | None, rows: Sequence[ComparisonRow], head: str = "method") -> Table:
@@ -62,7 +78,7 @@ def methods(plan: Plan) -> Iterator[ComparisonRow]:
         yield replace(row, overhead=overhead, lower_bound_overhead=bound if row.fits else None)
 
 
-def render_budgets(plan: Plan) -> Group:
+def render_budgets(plan: Plan, to_copy: ToCopy) -> Group:
     """Show what other budgets would buy."""
     shown = table(
         "With more memory, or less",
@@ -71,7 +87,7 @@ def render_budgets(plan: Plan) -> Group:
         ("size", lambda row: row[1], sizes([plan.budget_bytes])),
         ("step time", lambda row: row[2], signed_percent),
     )
-    return Group(shown, Text(f"The whole curve: {what_if(plan, program())}"))
+    return Group(shown, uncut(f"The whole curve: {to_copy.curve(plan, program())}"))
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
@@ -84,11 +100,6 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
         yield MORE, more.budget_bytes, plan.over_eager(more.overhead)
     if plan.added_seconds > 0:
         yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
-
-
-def what_if(plan: Plan, called: str = NAME) -> str:
-    """Return what to type for more budgets."""
-    return f"{called} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"
 
 
 def render_audit(audit: Audit, console: Console) -> None:
@@ -146,12 +157,9 @@ def _plans(audit: Audit) -> Table:
 
 def _audit_row(name: str, plan: Plan, best: Plan) -> ComparisonRow:
     is_proven = best.lower_bound_seconds > 0 or plan.added_seconds <= 0
-    bound = best.lower_bound_overhead if is_proven else None
     host_bytes = plan.offloading.host_bytes if plan.offloading else 0
-    peak_bytes, overhead = plan.whole_step_peak_bytes, plan.overhead
-    return ComparisonRow(
-        name=name, peak_bytes=peak_bytes, overhead=overhead, lower_bound_overhead=bound, host_bytes=host_bytes
-    )
+    row = ComparisonRow(name=name, peak_bytes=plan.whole_step_peak_bytes, overhead=plan.overhead, host_bytes=host_bytes)
+    return replace(row, lower_bound_overhead=best.lower_bound_overhead if is_proven else None)
 
 
 def _audit_notes(audit: Audit) -> Iterator[str]:

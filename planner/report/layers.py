@@ -120,8 +120,9 @@ def _row(label: str, positions: Sequence[int], layers: Sequence[LayerPlacement],
 def _why(layers: Sequence[LayerPlacement], saved_bytes: int, freed_bytes: int) -> str:
     """Say what is recomputed, or what saving the rest is worth."""
     targets: Counter[str] = Counter()
-    for target, count in layers[0].targets.items():
-        targets[operator_name(target)] += count
+    for layer in layers:
+        for target, count in layer.targets.items():
+            targets[operator_name(target)] += count
     names = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in targets.most_common())
     if names:
         return names if freed_bytes > 0 else f"{names}: recomputed for others"

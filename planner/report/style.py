@@ -72,6 +72,11 @@ def one_line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
+def uncut(text: str) -> Text:
+    """Return lines that are to be copied: they go on beyond the width."""
+    return Text(text, no_wrap=True, overflow="ignore")
+
+
 def table(
     title: str | None,
     rows: Iterable[Any],
@@ -116,4 +121,4 @@ def print_parts(console: Console, *parts: RenderableType | None) -> None:
     for part in parts:
         if part is not None:
             console.print()
-            console.print(part)
+            console.print(part, crop=False)  # each part keeps to the width; what is to be copied goes beyond it

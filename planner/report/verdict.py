@@ -54,8 +54,8 @@ def order_saves(plan: Plan) -> str:
 
 
 def recomputed(plan: Plan) -> str:
-    """Say how many operations are recomputed."""
-    count = sum(map(len, plan.recomputations.values()))
+    """Say how many operations are recomputed, as the rows of the layers do; one that runs three times counts twice."""
+    count = sum(layer.recomputed for layer in plan.placement)
     return f"{counted(count, 'op')} recomputed" if count else "nothing recomputed"
 
 
@@ -114,11 +114,8 @@ def statements(plan: Plan) -> Iterator[str]:
         f"{format_seconds(plan.capture_seconds)}{f', torch {plan.torch}' if plan.torch else ''}; solved in "
         f"{format_seconds(plan.solve_seconds)} by {plan.solver} ({plan.status})."
     )
-    missing = [
-        what
-        for kind, what in (("optimizer", "an optimizer (--optimizer)"), ("reserve", "a reserve (--reserve)"))
-        if kind not in plan.static_bytes
-    ]
+    kinds = {"optimizer": "an optimizer (--optimizer)", "reserve": "a reserve (--reserve)"}
+    missing = [what for kind, what in kinds.items() if kind not in plan.static_bytes]
     if missing:
         yield f"Not counted, because you did not ask for it: {', '.join(missing)}."
     if plan.verification is None:

@@ -93,7 +93,7 @@ class SearchSolver:
         """Search from scratch; a SolverUnavailableError says that numba is not installed."""
         incumbent = Incumbent(problem, progress)
         if not incumbent.update(Schedule.keep_all(problem.graph), self.name):
-            if progress and not _is_compiled():
+            if progress and not is_compiled():
                 progress(f"search: {_COMPILES}")
             self.improve(incumbent, effort=effort)
         if incumbent.schedule is None:
@@ -105,14 +105,22 @@ class SearchSolver:
         if find_spec("numba") is None:
             raise SolverUnavailableError("solver 'search' needs numba: pip install checkpoint-planner[search]")
 
+    def missing(self, limits: SolveLimits | None) -> str:
+        """Say what a search that anneals only if it can went without, and what to do; ``""`` if nothing was missing."""
+        if getattr(limits, "solver", "") != "auto" or (limits is not None and limits.deterministic):
+            return ""
+        if find_spec("numba") is None:
+            return "pip install checkpoint-planner[search]: annealing, which looks for cheaper plans, needs it"
+        return "" if is_compiled() else f"plan again: annealing, which looks for cheaper plans, {_COMPILES}"
+
     def prepare(self, is_over: Callable[[], bool], progress: Progress) -> bool:
         """Compile the kernels without blocking other threads; False if the solve ended before they were ready."""
-        if _is_compiled():
+        if is_compiled():
             return True
         progress(f"search: {_COMPILES}, in a process beside this one")
         process: subprocess.Popen[bytes] | None = None
         while not is_over():
-            if _is_compiled() or (process is not None and process.poll() is not None):
+            if is_compiled() or (process is not None and process.poll() is not None):
                 return True
             process = process or _compile_beside()
             time.sleep(0.1)
@@ -165,7 +173,7 @@ class SearchSolver:
         return lowest_plan(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
     """Whether numba's cache seems to hold the kernels; a wrong guess costs time only."""
     folder = _cache_folder()
     return folder is None or any(folder.glob("annealing.descend-*.nbi"))

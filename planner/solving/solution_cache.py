@@ -66,13 +66,14 @@ def find(problem: Problem, key: str) -> Solution | None:
     return replace(solution, solver=solution.solver + FROM_CACHE, solve_seconds=time.perf_counter() - begun)
 
 
-def keep(key: str, solution: Solution) -> None:
+def keep(key: str, solution: Solution, *, on_disk: bool = True) -> None:
     """Cache a solution under a key; ignored if the folder cannot be written."""
     content = {"key": key, **to_data(solution)}
     text = json.dumps({"digest": _digest(content), "solution": content})
     if _collected is not None:
         _collected[key] = text
-    cache_folder.keep(KIND, key, text, LIMIT_BYTES)
+    if on_disk:
+        cache_folder.keep(KIND, key, text, LIMIT_BYTES)
 
 
 _remembered: dict[str, str] = {}

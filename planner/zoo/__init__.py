@@ -20,12 +20,25 @@ from typing import TYPE_CHECKING, Any
 
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
-from planner.zoo.catalogue import ZOO, Entry, Sizes
+from planner.zoo.catalogue import ZOO, Entry, Sizes, configured
 
 if TYPE_CHECKING:
     import torch
 
     from planner.capture.torch_internals import FakeTensorMode
+
+
+CONFIGURATION = "hf:"
+"""What the name of a model of a configuration begins with."""
+
+
+def is_own(specification: str) -> bool:
+    """Whether a model is named by what makes it, and not one of the zoo or of a configuration.
+
+    >>> is_own("model.py:make"), is_own("gpt2"), is_own("hf:openai-community/gpt2")
+    (True, False, False)
+    """
+    return ":" in specification and not specification.startswith(CONFIGURATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +99,17 @@ def build(
     with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
         model, classes = entry.make(sizes=sizes)
         example = entry.example(sizes, classes)
-    return ZooModel(name=name.lower(), model=model.train(), example_kwargs=example)
+    name = name if name.startswith(CONFIGURATION) else name.lower()
+    return ZooModel(name=name, model=model.train(), example_kwargs=example)
 
 
-def check_sizes(specification: str, sizes: Iterable[str]) -> None:
-    """Raise UsageError for names of sizes that the zoo's model does not have, or the user's factory does not take."""
-    if ":" in specification:
-        with _factory(specification) as factory:
+def check_sizes(specification: str, sizes: Mapping[str, int]) -> None:
+    """Raise UsageError for sizes that the zoo's model does not have or allow, or the user's factory does not take."""
+    if is_own(specification):
+        with _factory(specification) as (factory, _):
             _check_takes(specification, factory, sizes)
     else:
-        _check_has(specification, sizes)
+        _chosen(specification, sizes, None)
 
 
 def load_user_model(
@@ -105,21 +119,22 @@ def load_user_model(
 
     It takes keywords of the names of ``sizes``, needs none, and returns ``(model, example_inputs)`` or
     ``(model, example_inputs, loss_fn)``; the example inputs are a tensor, a tuple of arguments, or a dict of keyword
-    arguments.
+    arguments. In place of a factory stands a model, or its class, with ``example_inputs`` (a value, or a function that
+    makes it) and ``loss_fn`` in it or beside it in the file.
 
     A UsageError says that there is no such file, module or factory, that it takes no such size, raises, or returns
     something else.
     """
-    with _factory(specification) as factory, fake_mode or nullcontext():
+    with _factory(specification) as (factory, module), fake_mode or nullcontext():
         _check_takes(specification, factory, sizes or {})
         with _told(f"factory {specification!r} failed", "call it alone to see where"):
-            made = factory(**(sizes or {}))
+            made = _with_example(factory(**(sizes or {})), module)
     return _from_factory(specification, made)
 
 
 @contextmanager
-def _factory(specification: str) -> Iterator[Callable[..., Any]]:
-    """Import a factory, and let it import what lies beside it."""
+def _factory(specification: str) -> Iterator[tuple[Callable[..., Any], ModuleType]]:
+    """Import a factory and its module, and let it import what lies beside it; a model that is there makes itself."""
     place, colon, attribute = specification.rpartition(":")
     if not (colon and place and attribute.isidentifier()):
         raise UsageError(f"cannot read model {specification!r}: {_FACTORY_HINT}")
@@ -134,7 +149,8 @@ def _factory(specification: str) -> Iterator[Callable[..., Any]]:
             known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             hint = did_you_mean(attribute, known, cutoff=0.4, write=str).rstrip() or _FACTORY_HINT
             raise UsageError(f"{place!r} has no function {attribute!r}: {hint}")
-        yield factory
+        is_model = hasattr(factory, "named_modules") and not isinstance(factory, type)
+        yield (lambda: factory) if is_model else factory, module
 
 
 @contextmanager
@@ -166,6 +182,14 @@ _FACTORY_HINT = (
 )
 
 
+def _with_example(made: Any, module: ModuleType) -> Any:
+    """Return a model alone with the example inputs and the loss in it or beside it, if there are any."""
+    found = [getattr(made, name, getattr(module, name, None)) for name in ("example_inputs", "loss_fn")]
+    if isinstance(made, (tuple, list)) or found[0] is None:
+        return made
+    return made, found[0]() if callable(found[0]) else found[0], found[1]
+
+
 def _from_factory(specification: str, made: Any) -> ZooModel:
     import torch
 
@@ -174,7 +198,8 @@ def _from_factory(specification: str, made: Any) -> ZooModel:
 
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
         length = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
-        raise refused(f"it returned {_kind(made)}{length}")
+        beside = " alone, with no example_inputs in it or in its file" if isinstance(made, torch.nn.Module) else ""
+        raise refused(f"it returned {_kind(made)}{length}{beside}")
     model, inputs, loss_fn = made if len(made) == 3 else (*made, None)
     if not isinstance(model, torch.nn.Module):
         raise refused(f"the model is {_kind(model)}, not a torch.nn.Module")
@@ -232,6 +257,8 @@ def _building(dtype: torch.dtype, seed: int, device: str, fake_mode: FakeTensorM
 
 
 def _entry(name: str) -> Entry:
+    if name.startswith(CONFIGURATION):
+        return configured(name.removeprefix(CONFIGURATION))
     if entry := ZOO.get(name.lower()):
         return entry
     hint = did_you_mean(name.lower(), ZOO, cutoff=0.4, write=str).rstrip() or f"known are {', '.join(ZOO)}"
@@ -245,22 +272,19 @@ def _entry(name: str) -> Entry:
     raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory")
 
 
-def _check_has(name: str, sizes: Iterable[str]) -> None:
-    entry = _entry(name)
-    for size in sizes:
-        if getattr(entry.sizes, size) is None:
-            raise UsageError(f"model {name!r} has no {size}: leave it out")
-
-
 def _chosen(name: str, given: Mapping[str, int], dtype: str | torch.dtype | None) -> Sizes:
-    default = _entry(name).sizes
+    default = (entry := _entry(name)).sizes
     dtype = str(dtype or default.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UsageError(f"models cannot be built in {dtype!r}: choose one of {', '.join(_DTYPES)}")
-    _check_has(name, given)
     for size, value in given.items():
+        if getattr(default, size) is None:
+            raise UsageError(f"model {name!r} has no {size}: leave it out")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{size} of model {name!r} must be a whole number above zero, not {value!r}")
+    if default.positions is not None and given.get("seq_len", 0) > default.positions:
+        limit = f"model {name!r} takes at most {default.positions} {entry.length_name} (max_position_embeddings)"
+        raise UsageError(f"{limit}: seq_len {given['seq_len']} is too long")
     return replace(default, dtype=dtype, **given)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from planner.errors import UsageError
@@ -23,6 +24,8 @@ class Sizes:
     seq_len: int | None = None
     image_size: int | None = None
     dtype: str = "float32"
+    positions: int | None = None
+    """Of what may be no longer than so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,32 @@ INPUTS: dict[str, dict[str, tuple[str | int, ...]]] = {
     "tokens": {"input_ids": ("batch", "length", "index"), "labels": ("batch", "length", "index")},
     "images": {"pixel_values": _IMAGES, "labels": ("batch", "index")},
     "pixels": {"pixel_values": _IMAGES, "labels": ("batch", "side", "side", "index")},
+    "text": {"input_ids": ("batch", "length", "index"), "labels": ("batch", "index")},
     "sound": {"input_features": ("batch", 80, "length", "normal"), "labels": ("batch", "index")},
 }
 """Extents of each input, and whether it is drawn from a normal distribution or is an index of a class or token."""
 
 
+def configured(place: str) -> Entry:
+    """Return the model of a configuration of transformers on this machine: a folder, a file, or a name of the Hub."""
+    config, kind = hf.configured(place)
+    takes, text, side = signature(kind.forward).parameters, config.get_text_config(), getattr(config, "image_size", 224)
+    inputs = "text" if kind.__name__.endswith("ForSequenceClassification") else ""
+    positions = getattr(text, "max_position_embeddings", None)
+    sizes = Sizes(8, getattr(text, "num_hidden_layers", 0), dtype=str(config.dtype or "float32").removeprefix("torch."))
+    if "input_ids" in takes:
+        sizes = replace(sizes, seq_len=min(512, positions or 512), positions=positions)
+    elif kind.__name__.endswith("ForImageClassification"):
+        sizes = replace(sizes, image_size=side if isinstance(side, int) else max(side))
+    else:
+        raise UsageError(f"{kind.__name__} is called with {list(takes)[1]}: write a factory that gives it examples")
+    return Entry(f"{kind.__name__} (transformers)", sizes, partial(hf.of_configuration, place), inputs=inputs)
+
+
 def _minigpt(sizes: Sizes) -> hf.Made:
     from planner.zoo.modules import MiniGPT
 
-    return MiniGPT(layers=sizes.layers, positions=max(1024, sizes.seq_len or 0)), 10_000
+    return MiniGPT(layers=sizes.layers, positions=sizes.positions or 1024), 10_000
 
 
 def _unet(sizes: Sizes) -> hf.Made:
@@ -79,29 +99,32 @@ def _unet(sizes: Sizes) -> hf.Made:
 
 _BLOCKS = "blocks per stage at most"
 
-_gpt2 = partial(hf.language_model, "GPT2", "LMHeadModel", positions=1024)
+_gpt2 = partial(hf.language_model, "GPT2", "LMHeadModel")
 
 _minimind = partial(
-    hf.language_model, "Llama", positions=512, vocab_size=6400, num_attention_heads=8, num_key_value_heads=2,
+    hf.language_model, "Llama", vocab_size=6400, num_attention_heads=8, num_key_value_heads=2,
     tie_word_embeddings=True, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
 )  # fmt: skip
 
 # fmt: off
 ZOO = {
-    "minigpt": Entry("GPT-2 small with 10,000 tokens and dropout, 94M parameters", Sizes(2, 12, 1024),
+    "minigpt": Entry("GPT-2 small with 10,000 tokens and dropout, 94M parameters", Sizes(2, 12, 1024, positions=1024),
                      _minigpt),
     "minimind-26m": Entry("MiniMind2-Small, a small Llama with grouped queries (transformers), 26M parameters",
-                          Sizes(8, 8, 512), partial(_minimind, hidden_size=512, intermediate_size=1408)),
+                          Sizes(8, 8, 512, positions=32_768),
+                          partial(_minimind, hidden_size=512, intermediate_size=1408)),
     "minimind-104m": Entry("MiniMind2, a small Llama with grouped queries (transformers), 104M parameters",
-                           Sizes(8, 16, 512), partial(_minimind, hidden_size=768, intermediate_size=2048)),
-    "gpt2": Entry("GPT-2 small (transformers), 124M parameters", Sizes(8, 12, 1024),
+                           Sizes(8, 16, 512, positions=32_768),
+                           partial(_minimind, hidden_size=768, intermediate_size=2048)),
+    "gpt2": Entry("GPT-2 small (transformers), 124M parameters", Sizes(8, 12, 1024, positions=1024),
                   partial(_gpt2, hidden_size=768, num_attention_heads=12)),
-    "gpt2-774m": Entry("GPT-2 large (transformers), 774M parameters", Sizes(4, 36, 1024),
+    "gpt2-774m": Entry("GPT-2 large (transformers), 774M parameters", Sizes(4, 36, 1024, positions=1024),
                        partial(_gpt2, hidden_size=1280, num_attention_heads=20)),
-    "llama-7b": Entry("LLaMA 7B (transformers), 6.7B parameters", Sizes(4, 32, 2048, dtype="bfloat16"),
-                      partial(hf.language_model, "Llama", positions=2048)),
-    "bert-large": Entry("BERT large, masked language model (transformers), 335M parameters", Sizes(16, 24, 512),
-                        partial(hf.language_model, "Bert", "ForMaskedLM", positions=512, hidden_size=1024,
+    "llama-7b": Entry("LLaMA 7B (transformers), 6.7B parameters", Sizes(4, 32, 2048, positions=2048, dtype="bfloat16"),
+                      partial(hf.language_model, "Llama")),
+    "bert-large": Entry("BERT large, masked language model (transformers), 335M parameters",
+                        Sizes(16, 24, 512, positions=512),
+                        partial(hf.language_model, "Bert", "ForMaskedLM", hidden_size=1024,
                                 num_attention_heads=16, intermediate_size=4096)),
     "vit-b16": Entry("ViT-B/16, image classification (transformers), 87M parameters", Sizes(32, 12, image_size=224),
                      hf.vit),
@@ -120,16 +143,17 @@ ZOO = {
                            Sizes(32, 27, image_size=224),
                            partial(hf.convnext, 3, 3, 27, 3, widths=(128, 256, 512, 1024), drop_path=0.5), _BLOCKS),
     "whisper-small-encoder": Entry("Encoder of Whisper small, language identification (transformers), 88M parameters",
-                                   Sizes(8, 12, 3000), hf.whisper_encoder, length_name="mel frames", inputs="sound"),
+                                   Sizes(8, 12, 3000, positions=3000), hf.whisper_encoder,
+                                   length_name="mel frames", inputs="sound"),
     "mixtral-1b": Entry("Mixtral of a quarter of its width, two of eight experts (transformers), 1.15B parameters",
-                        Sizes(4, 12, 1024, dtype="bfloat16"), hf.mixtral),
-    "qwen3-0.6b": Entry("Qwen3 0.6B (transformers), 596M parameters", Sizes(4, 28, 1024),
-                        partial(hf.language_model, "Qwen3", positions=40_960, hidden_size=1024, intermediate_size=3072,
+                        Sizes(4, 12, 1024, positions=4096, dtype="bfloat16"), hf.mixtral),
+    "qwen3-0.6b": Entry("Qwen3 0.6B (transformers), 596M parameters", Sizes(4, 28, 1024, positions=40_960),
+                        partial(hf.language_model, "Qwen3", hidden_size=1024, intermediate_size=3072,
                                 num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True,
                                 rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
     "gemma3-1b": Entry("Gemma 3 1B, sliding windows and full attention (transformers), 1.0B parameters",
-                       Sizes(4, 26, 1024),
-                       partial(hf.language_model, "Gemma3", config="TextConfig", positions=32_768, vocab_size=262_144,
+                       Sizes(4, 26, 1024, positions=32_768),
+                       partial(hf.language_model, "Gemma3", config="TextConfig", vocab_size=262_144,
                                hidden_size=1152, intermediate_size=6912, num_attention_heads=4, num_key_value_heads=1,
                                sliding_window=512)),
 }

@@ -47,8 +47,7 @@ class MiniGPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        x = x + self.dropout(self.projection(F.gelu(self.up(self.mlp_norm(x)))))
-        return x
+        return x + self.dropout(self.projection(F.gelu(self.up(self.mlp_norm(x)))))
 
 
 class MiniGPT(nn.Module):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from itertools import accumulate
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -24,24 +26,61 @@ Made = tuple[Any, int]
 
 
 def language_model(
-    family: str, head: str = "ForCausalLM", *, sizes: Sizes, positions: int, config: str = "Config", **options: Any
+    family: str, head: str = "ForCausalLM", *, sizes: Sizes, config: str = "Config", **options: Any
 ) -> Made:
-    """Make a transformer of one family, for so many tokens at least; ``options`` are of its configuration.
+    """Make a transformer of one family; ``options`` are of its configuration.
 
     Without options it has the widths of the family's first published model.
     """
     hf = _transformers()
-    made = getattr(hf, family + config)(
-        num_hidden_layers=sizes.layers,
-        max_position_embeddings=max(positions, sizes.seq_len or 0),
-        use_cache=False,
-        attn_implementation="sdpa",
-        **options,
-    )
-    model = getattr(hf, family + head)(made)
-    if head == "LMHeadModel":  # matches the name of no loss, so that every call would warn, which a graph cannot do
+    options |= {"num_hidden_layers": sizes.layers, "max_position_embeddings": sizes.positions}
+    made = getattr(hf, family + config)(attn_implementation="sdpa", **options)
+    return _made(made, getattr(hf, family + head))
+
+
+def _made(config: Any, kind: type[Any]) -> Made:
+    """Make the model of a configuration, set up for a step in one graph; classes or tokens are what it tells apart."""
+    config.use_cache = False
+    # Otherwise the first call finds it out from the labels and writes it into the configuration.
+    config.problem_type = "single_label_classification"
+    with _without_values():
+        model = kind(config)
+    model.tie_weights()  # which is skipped with the values
+    if kind.__name__.endswith("LMHeadModel"):  # the name of no loss: every call would warn, which a graph cannot do
         model.loss_type = "ForCausalLM"
-    return model, made.vocab_size
+    return model, config.num_labels if "Classification" in kind.__name__ else config.get_text_config().vocab_size
+
+
+def configured(place: str, **changed: Any) -> tuple[Any, type[Any]]:
+    """Read a configuration of this machine: from a folder or file, or from the Hub's cache. Return its model's class.
+
+    That is the one that the configuration names, or what is trained with it usually; it takes labels.
+    """
+    hf = _transformers()
+    try:
+        config = hf.AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **changed)
+    except Exception as error:
+        from planner.capture.failures import in_one_line
+
+        absent = f"it is not on this machine, and nothing is downloaded: 'hf download {place} config.json' gets it"
+        why = absent if isinstance(error, OSError) and not Path(place).exists() else in_one_line(error)
+        raise UsageError(f"cannot read the configuration of {place!r}: {why}") from None
+    kinds: list[Any] = [getattr(hf, name, None) for name in config.architectures or ()]
+    kinds += [getattr(hf, f"MODEL_FOR_{task}_MAPPING").get(type(config), None) for task in _TASKS]
+    kinds = [kind for kind in kinds if hasattr(kind, "forward") and "labels" in signature(kind.forward).parameters]
+    if not kinds:
+        raise UsageError(f"{place!r} is of no model of transformers that computes its loss of labels: write a factory")
+    return config, kinds[0]
+
+
+_TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
+"""What models of a configuration that names none are trained for, the first that there is."""
+
+
+def of_configuration(place: str, *, sizes: Sizes) -> Made:
+    """Make the model of a configuration."""
+    changed = {"num_hidden_layers": sizes.layers, "image_size": sizes.image_size}
+    return _made(*configured(place, **{name: value for name, value in changed.items() if value}))
 
 
 def mixtral(sizes: Sizes) -> Made:
@@ -49,7 +88,6 @@ def mixtral(sizes: Sizes) -> Made:
     model, tokens = language_model(
         "Mixtral",
         sizes=sizes,
-        positions=4096,
         hidden_size=1024,
         intermediate_size=3584,
         num_attention_heads=16,
@@ -73,21 +111,15 @@ def t5(sizes: Sizes) -> Made:
         num_heads=12,
         decoder_start_token_id=0,
         initializer_factor=0.1,  # else an untrained one is surer of its guesses than its loss can bear
-        use_cache=False,
     )
-    return hf.T5ForConditionalGeneration(config), config.vocab_size
+    return _made(config, hf.T5ForConditionalGeneration)
 
 
 def _image_classifier(family: str, **options: Any) -> Made:
     hf = _transformers()
-    config = getattr(hf, f"{family}Config")(
-        num_labels=1000,
-        # Otherwise the first call finds it out from the labels and writes it into the configuration.
-        problem_type="single_label_classification",
-        **options,
+    return _made(
+        getattr(hf, f"{family}Config")(num_labels=1000, **options), getattr(hf, f"{family}ForImageClassification")
     )
-    with _without_values():
-        return getattr(hf, f"{family}ForImageClassification")(config), 1000
 
 
 def vit(sizes: Sizes) -> Made:
@@ -146,7 +178,7 @@ def whisper_encoder(sizes: Sizes) -> Made:
         num_labels=99,
         attn_implementation="sdpa",
     )
-    return hf.WhisperForAudioClassification(config), 99
+    return _made(config, hf.WhisperForAudioClassification)
 
 
 def _transformers() -> ModuleType:

@@ -142,5 +142,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_model_that_checkpoints_itself_is_told_what_to_do() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     model.gradient_checkpointing = True  # type: ignore[assignment]
-    with pytest.raises(UsageError, match=r"gradient_checkpointing_disable.*current='every-layer'.*already-on"):
+    model.disable_gradient_checkpointing = model.train  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"model\.disable_gradient_checkpointing\(\).*current='every-layer'.*already"):
         planner.audit(model, torch.randn(4, 8), current="none")

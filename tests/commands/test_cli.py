@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import html
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,10 +23,16 @@ import torch
 
 import cli
 import planner
+from cost_models.measured import Profile
+from planner import zoo
+from planner.api import auto_wrap as wrap
 from planner.commands import _asked
+from planner.commands._main import make_parser
+from planner.common.options import Budget
 from planner.errors import CaptureError
 from planner.plans import planning
 from planner.plans.plan import Plan, Verification
+from planner.session.step import Options
 from tests.example_graphs import transformer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,7 +71,8 @@ class FakeApi(types.ModuleType):
         if self.fails:
             raise self.fails
         options["search"].tell("capturing [bold]")
-        return planning.make_plan(planning.make_problem(GRAPH, COSTS, options["budget"]), options["search"])
+        budget = options["budget"] if options["budget"].is_given else Budget("65%")
+        return planning.make_plan(planning.make_problem(GRAPH, COSTS, budget), options["search"])
 
     def verify(self, model: object, example_inputs: object, plan: Plan, **options: Any) -> Verification:
         return self.measured
@@ -130,6 +139,50 @@ def test_a_second_search_is_left_out_unless_asked_for(
     assert again not in run(*PLAN, "--budget", "65%", "--full", "--no-cache").out.replace("\n", " ")
 
 
+GIVEN = (
+    "--budget 65%",
+    "--budget 700MiB --optimizer adamw --master-weights --accumulate --outputs held --reserve 1MiB",
+    "--budget 65% --data-parallel fsdp2 --ranks 4 --device a100-80 --cost-model roofline --solver ilp --seed 3",
+    "--activation-budget 70% --optimizer sgd --runtime graph --chunk auto --time-limit 2.5 --deterministic",
+    "--budget 95% --offload --host-budget 64GiB --device h100 --batch-size 3 --dtype bf16",
+    "--budget 95% --offload --chunk 4 --profile {}/a.profile --layers 1",
+    "--strategy every-2 --runtime modules",
+)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_is_printed_can_be_copied(
+    run: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    """The call takes what the plan was given, and the command for other budgets is about the same step."""
+    loaded = _asked.load(argparse.Namespace(name="minigpt"), real=True)
+    loaded.loss_fn = loss_fn = torch.sum if "--chunk" in given else None
+    monkeypatch.setattr(_asked, "load", lambda args, *, real: loaded)
+    profile = Profile(model="x", device="cpu", torch="2", date="2026-01-01", inputs=(), measurements={})
+    planner.save_profile(profile, tmp_path / "a.profile")
+    typed = ["plan", "minigpt", *given.format(tmp_path).split()]
+    found = run(*typed, "--html", str(tmp_path / "page.html"))
+    code = re.search(r"use it +(planner.*?\))\n  \w", found.out, re.DOTALL)
+    assert code is not None, found.err
+    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert re.sub(r"\s+", " ", code[1]) in re.sub(r"\s+", " ", page)
+    arrived: dict[str, Any] = {}
+    monkeypatch.setattr(planner, "auto_wrap", lambda model, **options: arrived.update(options), raising=False)
+    eval(code[1], {"planner": planner, "model": loaded.model, "loss_fn": loss_fn})
+    assert arrived.get("loss_fn") is loss_fn is api.asked["loss_fn"]
+    no_search = dataclasses.replace(api.asked["search"], progress=None)
+    asked = Options.of(api.asked | {"search": no_search, "name": ""})
+    assert Options.of({"offload": False, "runtime": "auto", **arrived}) == asked
+    model = zoo.build("minigpt", layers=1, batch_size=1, seq_len=8).model
+    if "--data-parallel" not in given:  # which is for a model that is sharded by then
+        assert wrap(model, **arrived) is model
+
+    (curve,) = re.findall(r"whole curve +\S+ (.*)", found.out)
+    first, then = (vars(make_parser().parse_args(words)) for words in (typed, shlex.split(curve)))
+    shared = first.keys() & then.keys() - {"run", "runtime", "time_limit_seconds", "html"}
+    assert {name: first[name] for name in shared} == {name: then[name] for name in shared}
+
+
 def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     found = run(
@@ -142,9 +195,8 @@ def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     assert report["status"] == "infeasible"
 
     smallest = str(report["minimum_feasible_peak_bytes"])
-    assert (
-        run("plan", "minigpt", "--budget", smallest, "--time-limit", "0.5").code == 0
-    )  # by the best solver: sqrt may not reach it
+    # By the best solver: sqrt may not reach it.
+    assert run("plan", "minigpt", "--budget", smallest, "--time-limit", "0.5").code == 0
     assert json.loads(run(*PLAN, "--budget", "1", "--time-limit", "0.1", "--json", "-").out)["status"] == "infeasible"
 
 
@@ -178,6 +230,7 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
         (("plan", "minigpt", "--budget", "1GiB", "--optimizer", "lion"), ("optimizer",)),
         (("plan", "minigpt", "--budget", "1GiB", "--solver", "sqr"), ("sqr", "sqrt")),
         (("plan", "minigpt", "--budget", "1GiB", "--device", "a1000"), ("a1000",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--device", "cuda:9"), ("CUDA devices here: ", "like h100")),
         (("plan", "minigpt", "--budget", "1GiB", "--save", "/nowhere/plan"), ("/nowhere",)),
         (("plan", "minigpt", "--budget", "1GiB", "--json", "/"), ("directory",)),
         (("verify", "minigpt", "--plan", "/nowhere/plan"), ("/nowhere/plan",)),
@@ -192,6 +245,16 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     found = run(*arguments)
     found.assert_error(2, *words)
     assert found.out == ""
+
+
+def test_torchs_name_of_a_card_is_the_card(run: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    for name, answer in (("device_count", lambda: 2), ("set_device", chosen.append)):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ["Tesla", "NVIDIA L4"][number])
+    assert run(*PLAN, "--budget", "65%", "--device", "cuda:1").code == 0
+    assert chosen == [1] and api.asked["target"].device == "NVIDIA L4"
+    run(*PLAN, "--budget", "65%", "--device", "cuda").assert_error(2, "unknown device 'Tesla'", "calibrate")
 
 
 def test_version(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def gpt2(layers: int = 2, *, dropout: float = 0.0, use_cache: bool = False, **ch
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates, use_cache=use_cache)).train()
     model.loss_type = "ForCausalLM"
     if checkpoint_options:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_options)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpoint_options)
     return model
 
 

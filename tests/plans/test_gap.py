@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from planner.common.limits import SolveLimits
+from planner.common.options import Search
 from planner.findings.finding import Finding
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
+from planner.plans import planning
 from planner.plans.from_solution import gap_finding, price_finding
+from planner.solvers import search
+from planner.solving import solution_cache
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
+from tests.planned import make_plan
 
 GRAPH, COSTS = transformer(3)
 PROBLEM = Problem(graph=GRAPH, costs=COSTS, budget_bytes=1)
@@ -35,6 +42,24 @@ def found_between(plan: float, bound: float) -> Finding | None:
 def test_a_gap_names_the_time_limit_to_try_next() -> None:
     found = found_between(20.0, 10.0)
     assert found is not None and "10.0%" in found.evidence and "--time-limit 20)" in found.fix
+
+
+def test_what_a_search_went_without_is_the_first_thing_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan found without annealing is not kept for the next search either, whose kernels may be there."""
+    schedule = make_plan(GRAPH, COSTS, budget="80%", solver="sqrt").schedule_for(GRAPH)
+    kept: list[str] = []
+    monkeypatch.setattr(solution_cache, "keep", lambda key, solution: kept.append(key))
+    monkeypatch.setattr(solution_cache, "find", lambda problem, key: None)
+    found = replace(Solution.simulated(PROBLEM.evaluate(schedule), schedule, "auto"), lower_bound_seconds=1e-9)
+    monkeypatch.setattr(planning, "_searched", lambda problem, search: found)
+    for is_compiled, fix in ((False, "plan again: annealing"), (True, "give the solver more time")):
+        for module in (search, planning):
+            monkeypatch.setattr(module, "is_compiled", lambda is_compiled=is_compiled: is_compiled)
+        (gap,) = make_plan(GRAPH, COSTS, budget="80%").warnings
+        assert gap.fix.startswith(fix) and len(kept) == is_compiled
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    assert search.SOLVER.missing(Search()).startswith("pip install")
+    assert search.SOLVER.missing(LIMITS) == search.SOLVER.missing(Search("ilp")) == ""
 
 
 def test_small_gaps_need_no_word() -> None:

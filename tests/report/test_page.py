@@ -192,9 +192,8 @@ def test_the_page_of_a_what_if_holds_the_plan_of_every_point(answers: Answers) -
     reader = parsed(text)
     assert reader.outside == [] and "http://" not in text and "https://" not in text and "url(" not in text
     points = answers.curve.with_asked
-    assert [plan.budget_bytes for plan in answers.plans] == [point.budget_bytes for point in points] and len(
-        points
-    ) == 5
+    assert [plan.budget_bytes for plan in answers.plans] == [point.budget_bytes for point in points]
+    assert len(points) == 5
     for point, plan in zip(points, answers.plans, strict=True):
         assert (point.predicted_peak_bytes, point.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
         assert plan.details is not None and plan.details.after.peak_bytes == plan.peak_bytes

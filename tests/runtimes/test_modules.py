@@ -368,7 +368,7 @@ def test_layers_that_a_model_declares_are_the_candidates() -> None:
     plan = planner.plan(model, rows(), **grouped(activation_budget="75%", runtime="modules", compare=False))
     assert all(name.startswith(("blocks.1", "blocks.2")) for name in modules_of(plan))
     model.blocks[1].gradient_checkpointing = True
-    with pytest.raises(UsageError, match="gradient_checkpointing_disable"):
+    with pytest.raises(UsageError, match="set its gradient_checkpointing = False"):
         planner.plan(model, rows(), budget=planner.Budget(activations="75%"), runtime="modules")
 
 

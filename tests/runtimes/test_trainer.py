@@ -142,17 +142,17 @@ def test_label_smoothing_takes_the_logits(tmp_path: Path) -> None:
 
 
 def test_checkpointing_by_the_trainer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="pass no gradient_checkpointing=True to a trainer"):
-        trainer(wrap(with_lora(llama()), "75%"), tmp_path, gradient_checkpointing=True).train()
+    with pytest.raises(UsageError, match="ask no trainer for checkpointing"):
+        trainer(wrap(with_lora(llama()), "75%"), tmp_path, activation_checkpointing=True).train()
 
 
 def test_checkpointing_switched_on_after_a_step_is_refused() -> None:
     model, batch = wrap(with_lora(llama()), "75%"), {"input_ids": EXAMPLES[:4], "labels": EXAMPLES[:4]}
     model(**batch).loss.backward()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(UsageError, match=r"itself, in 'base_model\.model\.model.*gradient_checkpointing_disable"):
+    model.activation_checkpointing_enable()
+    with pytest.raises(UsageError, match=r"itself, in 'base_model\.model\.model.*activation_checkpointing_disable"):
         model(**batch)
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     model.disable_input_require_grads()
     model(**batch).loss.backward()
 

@@ -292,4 +292,4 @@ def test_kernels_are_compiled_by_one_process_at_a_time(tmp_path: Path, monkeypat
 @needs_numba
 def test_kernels_that_were_compiled_are_found() -> None:
     SOLVER.solve(search.smallest(), effort=SolveLimits(deterministic=True))
-    assert search._is_compiled()
+    assert search.is_compiled()

@@ -16,38 +16,20 @@ from planner.capture.joint_capture import capture
 from planner.errors import UsageError
 from tests.tiers import tiered
 
+OF_TOKENS = (
+    "minigpt", "minimind-26m", "minimind-104m", "gpt2", "gpt2-774m", "llama-7b", "bert-large", "t5-base", "mixtral-1b",
+    "qwen3-0.6b", "gemma3-1b",
+)  # fmt: skip
+OF_IMAGES = ("vit-b16", "resnet50", "resnet152", "unet", "convnext-tiny", "convnext-base")
 SMALL = {
-    "minigpt": {"seq_len": 16},
-    "minimind-26m": {"seq_len": 16},
-    "minimind-104m": {"seq_len": 16},
-    "gpt2": {"seq_len": 16},
-    "gpt2-774m": {"seq_len": 16},
-    "llama-7b": {"seq_len": 16},
-    "bert-large": {"seq_len": 16},
-    "vit-b16": {"image_size": 32},
-    "resnet50": {"image_size": 32},
-    "resnet152": {"image_size": 32},
-    "t5-base": {"seq_len": 16},
-    "unet": {"image_size": 32},
-    "convnext-tiny": {"image_size": 32},
-    "convnext-base": {"image_size": 32},
+    **{name: {"seq_len": 16} for name in OF_TOKENS},
+    **{name: {"image_size": 32} for name in OF_IMAGES},
     "whisper-small-encoder": {"seq_len": 32},
-    "mixtral-1b": {"seq_len": 16},
-    "qwen3-0.6b": {"seq_len": 16},
-    "gemma3-1b": {"seq_len": 16},
 }
 REAL = (
-    "minigpt",
-    "minimind-26m",
-    "gpt2",
-    "bert-large",
-    "vit-b16",
-    "resnet50",
-    "t5-base",
-    "unet",
-    "convnext-tiny",
+    "minigpt", "minimind-26m", "gpt2", "bert-large", "vit-b16", "resnet50", "t5-base", "unet", "convnext-tiny",
     "whisper-small-encoder",
-)
+)  # fmt: skip
 """One of each family that a test can afford; a LLaMA with one layer still takes gigabytes."""
 
 LARGER = ("minimind-104m", "gpt2-774m", "resnet152", "convnext-base")
@@ -153,11 +135,29 @@ def test_sizes_are_kept():
     assert example.model.training and example.loss_fn is None
 
 
-def test_sequences_may_be_longer_than_the_models_own():
-    for name in ("minigpt", "minimind-26m"):
-        example = zoo.build(name, layers=1, batch_size=1, seq_len=2048, fake_mode=(mode := FakeTensorMode()))
-        with mode:
-            assert loss_of(example).ndim == 0
+CONFIGURATIONS = {
+    "Llama": {"max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"},
+    "GPT2": {"n_positions": 64, "architectures": ["GPT2LMHeadModel"]},
+    "Bert": {"architectures": ["BertModel"]},
+    "ViT": {"image_size": 32, "architectures": ["ViTForImageClassification"]},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGURATIONS)
+def test_a_configuration_is_a_model(family, tmp_path, recwarn):
+    hf = pytest.importorskip("transformers")
+    widths = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    getattr(hf, f"{family}Config")(**widths, **CONFIGURATIONS[family]).save_pretrained(tmp_path)
+    name = f"hf:{tmp_path / 'config.json'}"
+    sizes = {} if family == "ViT" else {"seq_len": 48}
+    example = zoo.build(name, batch_size=2, layers=1, fake_mode=(mode := FakeTensorMode()), **sizes)
+    assert example.name == name and example.model.config.num_hidden_layers == 1
+    assert example.model.dtype == (torch.bfloat16 if family == "Llama" else torch.float32)
+    with mode:
+        assert loss_of(example).ndim == 0
+    assert loss_of(zoo.build(f"hf:{tmp_path}", batch_size=1, **sizes)).isfinite()
+    with pytest.raises(UsageError, match=r"at most \d+ tokens .*: seq_len 999 is too long|has no seq_len"):
+        zoo.build(name, seq_len=999)
 
 
 def test_every_sixth_layer_of_gemma_sees_all_tokens():
@@ -180,6 +180,8 @@ def test_every_sixth_layer_of_gemma_sees_all_tokens():
         ("vit-b16", {"image_size": 100}, "multiple"),
         ("convnext-tiny", {"image_size": 16}, "too small"),
         ("whisper-small-encoder", {"seq_len": 31}, "not even"),
+        ("bert-large", {"seq_len": 513}, r"at most 512 tokens \(max_position_embeddings\): seq_len 513 is too long"),
+        ("hf:acme/absent", {}, "not on this machine, and nothing is downloaded: 'hf download acme/absent config.json'"),
     ],
 )
 def test_what_cannot_be_built_says_why(name, options, message):
@@ -217,6 +219,13 @@ def bad_names(): return model, {1: x}
 def bad_loss(): return model, x, "mse"
 def needs(argument): return model, x
 not_a_function = 3
+class Alone(torch.nn.Linear):
+    def __init__(self, batch_size=1):
+        super().__init__(WIDTH, 2)
+        self.batch_size = batch_size
+    def example_inputs(self): return torch.zeros(self.batch_size, WIDTH)
+alone = Alone()
+def loss_fn(output): return output.sum()
 """
 
 
@@ -242,6 +251,10 @@ def test_user_model_is_loaded(folder, place, factory):
     assert output.shape == (1, 2)
     assert (example.loss_fn is not None) == (factory == "with_loss")
     assert sys.path == path_before
+    for name, sizes in (("Alone", {"batch_size": 3}), ("alone", {})):
+        example = zoo.load_user_model(f"{place}:{name}", sizes=sizes, fake_mode=FakeTensorMode())
+        assert example.example_args[0].shape == (sizes.get("batch_size", 1), 4) and example.loss_fn is not None
+        assert isinstance(example.model.weight, FakeTensor) == (name == "Alone")
 
 
 def test_user_model_by_absolute_path_under_fake_tensors(folder):
@@ -267,7 +280,7 @@ def test_user_model_by_absolute_path_under_fake_tensors(folder):
         ("mine.py:raises", "failed: RuntimeError: no;"),
         ("mine.py:leaves", "failed: SystemExit"),
         ("mine.py:needs", "failed: TypeError: .*argument"),
-        ("mine.py:just_model", "it returned a Linear"),
+        ("mine.py:just_model", "it returned a Linear alone, with no example_inputs"),
         ("mine.py:many", "it returned a tuple of 4"),
         ("mine.py:no_model", "the model is a Tensor"),
         ("mine.py:no_inputs", "the example inputs are an int"),

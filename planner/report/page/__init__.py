@@ -24,7 +24,7 @@ from planner.report.style import signed_percent
 _MOST_TENSORS = 20
 
 
-def to_html(plan: Plan) -> str:
+def to_html(plan: Plan, to_copy: comparisons.ToCopy = comparisons.OF_A_PLAN) -> str:
     """Return the page of a plan; names in it come from the model, and are escaped."""
     details = plan.details
     rows = layers.rows(plan) if plan.placement else []
@@ -43,7 +43,8 @@ def to_html(plan: Plan) -> str:
         "row_numbers": layers.NUMBERS,
         "trade_off": charts.trade_off(plan) if plan.baselines else None,
         "budgets": list(comparisons.budgets(plan)),
-        "what_if": comparisons.what_if(plan),
+        "use_it": to_copy.use_it,
+        "what_if": to_copy.curve(plan),
         "statements": list(verdict.statements(plan)),
         "data": _data(plan, rows),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -16,15 +16,19 @@ from planner.plans.plan import Plan, Timeline
 from planner.report.curve_chart import lines
 from planner.report.page import charts, fill, resource
 from planner.report.peak import in_order
-from planner.report.style import at_least_percent, counted, signed_percent
+from planner.report.style import at_least_percent, signed_percent
+from planner.report.verdict import recomputed
 from planner.report.what_if import further, marks, verdict
 
 _KINDS = {"overhead": "after", "lower bound": "bound"}
 """Classes of what is drawn as a line; whatever else is another way."""
 
 
-def what_if_page(answers: Answers) -> str:
-    """Return the page: the curve with its points, the plan of each, then whatever else was asked."""
+def what_if_page(answers: Answers, use_it: Callable[[int], str] = "planner.auto_wrap(model, budget={})".format) -> str:
+    """Return the page: the curve with its points, the plan of each, then whatever else was asked.
+
+    It shows for each plan the call that makes it, which ``use_it`` writes for a budget.
+    """
     curve = answers.curve
     scale = _Scale(answers)
     rows = [_row(number, point, curve, scale) for number, point in enumerate(curve.with_asked)]
@@ -39,7 +43,7 @@ def what_if_page(answers: Answers) -> str:
             "chart": _chart(answers, scale),
             "rows": rows,
             "further": [_part(part) for part in further(answers)],
-            "data": _data(answers, rows),
+            "data": _data(answers, rows, use_it),
         },
     )
 
@@ -126,7 +130,7 @@ def _text(content: RenderableType) -> str:
     return content.plain if isinstance(content, Text) else str(content)
 
 
-def _data(answers: Answers, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _data(answers: Answers, rows: Sequence[dict[str, Any]], use_it: Callable[[int], str]) -> dict[str, Any]:
     """Return what the script shows of each plan; a plan without its step over time is left out."""
     number_of = {row["budget_bytes"]: row["number"] for row in rows}
     plans = [plan for plan in answers.plans if plan.details is not None and plan.budget_bytes in number_of]
@@ -139,7 +143,7 @@ def _data(answers: Answers, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = next((i for i, plan in enumerate(plans) if best and plan.budget_bytes == best.budget_bytes), 0)
     return {
         "plans": [
-            {**_plan(plan, line), "row": number_of[plan.budget_bytes]}
+            {**_plan(plan, line, use_it), "row": number_of[plan.budget_bytes]}
             for plan, line in zip(plans, lines_of, strict=True)
         ],
         "chosen": chosen,
@@ -154,7 +158,7 @@ def _data(answers: Answers, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan, line: Timeline) -> dict[str, Any]:
+def _plan(plan: Plan, line: Timeline, use_it: Callable[[int], str]) -> dict[str, Any]:
     return {
         "budget_bytes": plan.budget_bytes,
         "budget": format_bytes(plan.budget_bytes),
@@ -162,9 +166,9 @@ def _plan(plan: Plan, line: Timeline) -> dict[str, Any]:
         "beside": f"{format_bytes(plan.baseline_peak_bytes)} without recompute",
         "overhead": signed_percent(plan.overhead),
         "bound": f"no plan below {at_least_percent(plan.lower_bound_overhead)}",
-        "again": counted(sum(map(len, plan.recomputations.values())), "operation"),
+        "again": recomputed(plan).removesuffix(" recomputed"),
         "found": f"found by {plan.solver} ({plan.status})",
-        "code": f"planner.auto_wrap(model, budget={plan.budget_bytes})",
+        "code": use_it(plan.budget_bytes),
         "anatomy": in_order(plan.anatomy),
         "layers": [[x.saved_bytes, max(x.freed_bytes, 0), x.added_seconds] for x in plan.placement],
         "points": _points(line),
