@@ -25,9 +25,18 @@ def verdict(plan: Plan) -> str:
     against = " vs eager" if plan.eager is not None else ""
     proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
     cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{proven}"
+    return f"FITS {_peak_of_budget(plan)} · {cost} · {recomputed(plan)}{away}"
+
+
+def brief(plan: Plan) -> str:
+    """Return what a wrapped model says once it is planned."""
+    return f"planned: {_peak_of_budget(plan)}, {signed_percent(plan.over_eager(plan.overhead))} step time"
+
+
+def _peak_of_budget(plan: Plan) -> str:
     sizes = (plan.whole_step_peak_bytes, plan.budget_bytes)
     peak, budget = (in_unit_of(size, plan.budget_bytes, digits=1) for size in sizes)
-    return f"FITS {peak.split()[0]} of {budget} · {cost} · {recomputed(plan)}{away}"
+    return f"{peak.split()[0]} of {budget}"
 
 
 def bound(plan: Plan) -> str:

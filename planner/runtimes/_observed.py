@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,6 +32,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.static_memory import FINDS, LossMemory
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
+from planner.report.verdict import brief
 from planner.runtimes import ReplannedModel
 from planner.runtimes._whole_step import WholeStep, awaiting, close_step, close_step_if_over, step_with
 from planner.session.step import Options, outputs_of
@@ -138,7 +141,7 @@ class ObservedCalls:
         """The plan as it was made, and as it was measured."""
         self._measured: list[tuple[int, int]] = []
         """Of steps, what a call allocated by its plan, and what all of the step allocated."""
-        self._is_said = self._has_grown = False
+        self._is_said = self._has_grown = self._is_told = False
         self.was_logged = False
         """Whether the last step was measured."""
         self.is_asked = False
@@ -226,7 +229,16 @@ class ObservedCalls:
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan the first call ahead of it."""
-        return self._first_planned(lambda: self._running.plan_for(inputs))
+        self._first_planned(lambda: self._running.plan_for(inputs))
+        assert self.plan is not None
+        self._tell_once(self.plan)
+        return self.plan
+
+    def _tell_once(self, plan: Plan) -> None:
+        """Say in one line what the first plan comes to; of several ranks one does."""
+        if not self._is_told and os.environ.get("RANK", "0") == "0":
+            print(brief(plan), file=sys.stderr)
+        self._is_told = True
 
     def _first_planned(self, run: Callable[[], Result]) -> Result:
         """Plan or run the first call, for a loop that drops outputs if no other plan fits."""
@@ -305,6 +317,8 @@ class ObservedCalls:
             if is_largest and self._known_plans and not self._is_fixed and self._options.budget.size is not None:
                 self._to_measure, self._as_planned = max(self._to_measure, 2), 0
             self._known_plans.append(self.plan)
+            if self.plan is not None:
+                self._tell_once(self.plan)
             self._planned_for[id(self._running.plan)] = self._kind
             step.close(is_spoiled=True)
         if not self._to_watch and not step.is_logged:

@@ -95,7 +95,9 @@ def test_a_call_that_is_captured_anew_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
-def test_each_plan_is_one_line_with_its_verdict(runtime: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_plan_is_one_line_with_its_verdict(
+    runtime: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO, logger="planner")
     model, x = trained(), torch.randn(256, 64)
     planner.plan(model, x, budget="90%", runtime=runtime, search=planner.Search(compare=False))
@@ -107,6 +109,7 @@ def test_each_plan_is_one_line_with_its_verdict(runtime: str, caplog: pytest.Log
     assert len(lines) == 2
     assert re.fullmatch(r"planned Trained in \d+\.\d s \(asked for\): FITS .*", lines[0])
     assert re.fullmatch(r"(captured|planned) Trained in \d+\.\d s \(the first call\): FITS .*", lines[1])
+    assert re.fullmatch(r"planned: \S+ of \S+ MiB, [+-]\S+% step time\n", capsys.readouterr().err)
 
 
 def test_work_that_takes_long_is_told_in_lines(
