@@ -32,10 +32,10 @@ COMMANDS: dict[str, list[str]] = {
 """Options of each model; without any its sizes are those of ``python cli.py models``."""
 
 FIRST_STEPS: dict[str, dict[str, int]] = {
-    "gpt2-774m": {"batch_size": 1, "seq_len": 128},
-    "bert-large": {"batch_size": 2, "seq_len": 128},
-    "resnet152": {"batch_size": 4},
-    "vit-b16": {"batch_size": 2, "layers": 24},
+    "gpt2-774m": {"batch_size": 2, "seq_len": 256},
+    "bert-large": {"batch_size": 8, "seq_len": 128},
+    "resnet152": {"batch_size": 8},
+    "vit-b16": {"batch_size": 8, "layers": 24},
 }
 """Sizes of models, as deep as in use, whose first step is held against ``torch.compile``'s with ``aot_eager``."""
 
@@ -160,7 +160,7 @@ def first_step(name: str, way: str, share: str) -> None:
         planner.auto_wrap(model, budget=planner.Budget(activations=share), search=search)
     seconds: list[float] = []
     until = time.perf_counter() + (60 if way == "planned" else 0)  # for the search beside, and for all that is observed
-    while len(seconds) < 6 or (time.perf_counter() < until and len(seconds) < 60):
+    while len(seconds) < 2 or (time.perf_counter() < until and len(seconds) < 60):
         begun = time.perf_counter()
         model(**made.example_kwargs).loss.backward()
         model.zero_grad()

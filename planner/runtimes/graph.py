@@ -115,6 +115,10 @@ class PlansBySize:
         above = [known for known in reversed(self._plans) if elements(known) >= least]
         return min(above, key=elements) if above else max(self._plans, key=elements, default=None)
 
+    def forget(self, plan: Plan) -> None:
+        """Forget a plan, for which there is a better one."""
+        self._plans = {sizes: known for sizes, known in self._plans.items() if known is not plan}
+
     def add(self, sizes: InputSizes, plan: Plan) -> None:
         """Store a plan, unless it is that of sizes that are little larger."""
         self.largest = max(self.largest, elements(sizes))
@@ -359,10 +363,10 @@ class GraphRuntime(PlannedCalls):
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
         self._complete_for(self._inputs)
-        return self._plain(joint)
+        return self._plain(joint, waits=True)  # one of many sizes, each of which would have a search beside
 
-    def _plain(self, joint: JointGraph) -> PlannedStep:
-        step = self.planned(joint)
+    def _plain(self, joint: JointGraph, *, waits: bool = False) -> PlannedStep:
+        step = self.planned(joint, waits=waits)
         self._remember(step, joint)
         self.is_confirmed = True
         return step
@@ -395,11 +399,11 @@ class GraphRuntime(PlannedCalls):
         except InfeasibleBudgetError:
             return plan(reuse=nearest)
 
-    def planned(self, joint: JointGraph) -> PlannedStep:
-        """Plan one captured graph; the first must match a given plan."""
-        return self._reusing(self._input_sizes(joint), partial(self._planned_at_once, joint))
+    def planned(self, joint: JointGraph, *, waits: bool = False) -> PlannedStep:
+        """Plan one captured graph; the first must match a given plan. With ``waits`` the whole search comes first."""
+        return self._reusing(self._input_sizes(joint), partial(self._planned_at_once, joint, waits_anyway=waits))
 
-    def _planned_at_once(self, joint: JointGraph, reuse: Plan | None = None) -> PlannedStep:
+    def _planned_at_once(self, joint: JointGraph, reuse: Plan | None = None, *, waits_anyway: bool) -> PlannedStep:
         """Plan by what is found in a second, and go on searching in a process beside training.
 
         Where that has found a better plan, the step is planned with it.
@@ -407,8 +411,8 @@ class GraphRuntime(PlannedCalls):
         options, search, searched = self.options, self.options.search, self._searched
         plan = partial(plan_step, self.model, joint, reuse=reuse, must_match=self.must_match)
         is_of_others = options.offload.enabled or options.policy is not None or options.runtime.chunk != 1
-        waits = search.wait or search.deterministic or search.solver != AUTO or is_of_others
-        if waits or searched is not None or self.must_match:
+        waits = search.wait or search.deterministic or search.solver != AUTO or is_of_others or self._must_match
+        if waits or waits_anyway or searched is not None:
             self._searched = None
             return plan(options, known=searched)
         try:
@@ -474,11 +478,12 @@ class GraphRuntime(PlannedCalls):
         return weakly(self._use, self._generation, plan)
 
     def _use(self, generation: int, plan: Plan | None) -> bool:
-        if self._beside is not None and self._beside[0].is_over and not awaiting():
+        if self._beside is not None and plan is self._beside[1].plan and self._beside[0].is_over and not awaiting():
             (beside, step), self._beside = self._beside, None
             if beside.take():
-                self._forget_plans()
                 self._searched = step
+                self._plans.forget(step.plan)
+                return False
         if generation == self._generation:
             self.plan = plan or self.plan
             if self._is_ahead:

@@ -88,7 +88,7 @@ class InductorRuntime(GraphRuntime):
         self._plans = PlansBySize(plan, is_kept=self._must_match)
         return plan
 
-    def planned(self, joint: JointGraph) -> PlannedStep:
+    def planned(self, joint: JointGraph, *, waits: bool = True) -> PlannedStep:
         """Plan one captured graph, for less than the budget if its code needs more than the graph."""
         reuse = self.plan if self.must_match else self._plans.near(self._input_sizes(joint))
         self.step = self._search.plan(partial(plan_step, self.model, joint, known=self.step), self.options, reuse)
