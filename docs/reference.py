@@ -29,6 +29,7 @@ MODULES = (
     "planner.solvers",
     "planner.runtimes",
     "planner.extras.pipelines",
+    "planner.integrations",
     "planner.commands",
     "planner.report",
     "cost_models",
