@@ -43,11 +43,11 @@ class AtManyBudgets(Knapsack):
         return list(range(len(memory))), []
 
 
-def compiled(solver: Any, *, ratio: float = 1e-6) -> tuple[nn.Module, Any]:
+def compiled(solver: Any, *, ratio: float = 1e-6, dropout: float = 0.1) -> tuple[nn.Module, Any]:
     """Return a model, and the same compiled by a first step."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = MiniGPT(layers=2, width=32, heads=2, hidden=128, vocabulary=64, positions=64, dropout=0.0)
+    model = MiniGPT(layers=2, width=32, heads=2, hidden=128, vocabulary=64, positions=64, dropout=dropout)
     run = torch.compile(model, backend=BACKEND, dynamic=False)
     with config.patch(activation_memory_budget=ratio, activation_memory_budget_solver=solver):
         run(TOKENS, TOKENS).backward()
@@ -62,7 +62,7 @@ def measured_bytes(model: nn.Module, run: Any) -> int:
 
 def test_a_larger_budget_never_costs_more_and_torch_is_not_better() -> None:
     solver = AtManyBudgets(1, 0)
-    compiled(solver)
+    compiled(solver, dropout=0.0)
     assert len({choice.recomputed for choice in solver.choices}) >= 3
     for tighter, wider in pairwise(solver.choices):
         assert wider.recompute_seconds <= tighter.recompute_seconds
@@ -74,8 +74,8 @@ def test_a_larger_budget_never_costs_more_and_torch_is_not_better() -> None:
 
 
 def test_the_measured_peak_is_within_the_budget() -> None:
-    plain, run = compiled("dp", ratio=0.05)
-    expected, of_torch_bytes = train(plain, (TOKENS, TOKENS)), measured_bytes(plain, run)
+    of_torch_bytes = measured_bytes(*compiled("dp", ratio=0.05))
+    expected = train(compiled("dp", ratio=1.0)[1], (TOKENS, TOKENS))  # the numbers that dropout draws are not eager's
     with pytest.raises(BackendCompilerFailed, match="lowest known peak is") as error:
         compiled(planner.knapsack(1))
     assert isinstance(error.value.inner_exception, InfeasibleBudgetError)
@@ -87,8 +87,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
         model, run = compiled(solver)
         predicted_bytes = solver.choices[0].peak_bytes
         assert 0.99 * predicted_bytes <= measured_bytes(model, run) + reserve_bytes <= predicted_bytes <= budget_bytes
-        found = {name.replace("_orig_mod.", ""): left for name, left in train(run, (TOKENS, TOKENS)).items()}
-        assert_same(expected, found, tolerance=1e-4)
+        assert_same(expected, train(run, (TOKENS, TOKENS)), tolerance=1e-4)
 
 
 def test_sizes_that_are_symbols_are_refused() -> None:
