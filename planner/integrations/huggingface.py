@@ -9,7 +9,7 @@ from typing import Any
 from planner.common.options import Budget, Training
 from planner.common.units import Size
 from planner.errors import UsageError
-from planner.integrations.loops import BudgetedLoop, name_of
+from planner.integrations import BudgetedLoop, name_of
 from planner.plans.plan import Plan
 
 _log = logging.getLogger(__name__)

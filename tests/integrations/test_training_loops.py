@@ -22,7 +22,7 @@ from planner import integrations
 from planner.capture.memory import Recording, record
 from planner.capture.trees import tensors_in
 from planner.errors import UsageError
-from planner.integrations.loops import name_of
+from planner.integrations import name_of
 from planner.zoo.modules import MiniGPT
 from tests.models import language_model
 from tests.tiers import tiered
