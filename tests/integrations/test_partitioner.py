@@ -16,7 +16,7 @@ from torch._functorch.partitioners import estimate_runtime
 import planner
 from planner.capture.memory import measure_peak
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.integrations.partitioner_internals import Choice, Knapsack, Step
+from planner.integrations.partitioner_internals import Knapsack, Step
 from planner.zoo.modules import MiniGPT
 from tests.runtimes.steps import assert_same, train
 
@@ -67,9 +67,8 @@ def test_a_larger_budget_never_costs_more_and_torch_is_not_better() -> None:
     for tighter, wider in pairwise(solver.choices):
         assert wider.recompute_seconds <= tighter.recompute_seconds
     assert all(choice.peak_bytes <= budget for choice, budget in zip(solver.choices, solver.budgets, strict=True))
-    pairs: list[tuple[Choice, Choice]] = list(zip(solver.beside, solver.of_torch, strict=True))
-    assert all(ours.recompute_seconds <= torchs.recompute_seconds for ours, torchs in pairs)
-    assert any(ours.recompute_seconds < 0.95 * torchs.recompute_seconds for ours, torchs in pairs)
+    saved = [t.recompute_seconds - o.recompute_seconds for o, t in zip(solver.beside, solver.of_torch, strict=True)]
+    assert min(saved) >= 0.0 and max(saved) > 0.05 * solver.choices[0].recompute_seconds
     assert solver.choices[0].peak_bytes < min(torchs.peak_bytes for torchs in solver.of_torch)
 
 

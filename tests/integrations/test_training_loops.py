@@ -5,7 +5,6 @@ What only some tests need, and is slow to import, is imported there: every worke
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,10 +53,6 @@ class Watch:
         return before_bytes + max(recording.peak_bytes() for recording in self.recordings)
 
 
-def state_of(optimizer: Any) -> list[Any]:
-    return list(optimizer.state.values())
-
-
 def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
@@ -84,17 +79,16 @@ def hugging_face(folder: Path, budget: int | None, **arguments: Any) -> tuple[nn
     rows = [{"input_ids": row, "labels": row} for row in EXAMPLES]
     trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=[*callbacks, Watched()])
     trainer.train()
-    return model, watch.peak_bytes([*model.parameters()], state_of(trainer.optimizer))
+    return model, watch.peak_bytes([*model.parameters()], [*trainer.optimizer.state.values()])
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "checkpointing, bf16": {"gradient_checkpointing": True, "bf16": True},
     "accumulation": {"gradient_accumulation_steps": 2},
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, slow=["plain"]))
+@pytest.mark.parametrize("case", CASES)
 def test_trainer(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     arguments = dict(CASES[case])
     has_own = arguments.pop("gradient_checkpointing", False)
@@ -106,8 +100,7 @@ def test_trainer(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     plan = planner.plan_of(planned)
     assert plan.recomputations and plan.static_bytes["optimizer"]
     assert ("gradients" in plan.static_bytes) == ("gradient_accumulation_steps" in arguments)
-    said = [r for r in caplog.records if "gradient_checkpointing is replaced by a plan" in r.message]
-    assert len(said) == has_own and all(r.levelno == logging.WARNING for r in said)
+    assert ("gradient_checkpointing is replaced by a plan" in caplog.text) == has_own
 
 
 @pytest.mark.slow
@@ -123,11 +116,6 @@ def test_trainer_that_compiles(tmp_path: Path) -> None:
 def test_compilation_that_no_plan_goes_with_is_refused(setting: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Pass torch_compile=True alone"):
         hugging_face(tmp_path, 2**30, **setting)
-
-
-def test_budgets_are_checked_at_once() -> None:
-    with pytest.raises(UsageError, match="cannot read size"):
-        integrations.PlanCallback("much")
 
 
 @pytest.mark.parametrize("precision", tiered(["32-true", "bf16-mixed"], slow=["bf16-mixed"]))
@@ -161,7 +149,7 @@ def test_lightning(precision: str) -> None:
         )  # fmt: skip
         loop.fit(module, DataLoader(EXAMPLES, batch_size=4))
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        return module, watch.peak_bytes([*module.parameters()], gradients, state_of(loop.optimizers[0]))
+        return module, watch.peak_bytes([*module.parameters()], gradients, [*loop.optimizers[0].state.values()])
 
     watch = Watch()
     plain, needed_bytes = train()
