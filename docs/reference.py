@@ -29,6 +29,7 @@ MODULES = (
     "planner.solvers",
     "planner.runtimes",
     "planner.extras.pipelines",
+    "planner.integrations",
     "planner.commands",
     "planner.report",
     "cost_models",
@@ -39,8 +40,9 @@ MODULES = (
 
 def main(folder: str) -> None:
     """Write one page for each module."""
-    for name in planner.__all__:
-        setattr(planner, name, getattr(planner, name))  # found when first asked for, which pdoc does not do
+    for package in (planner, planner.integrations):
+        for name in package.__all__:
+            setattr(package, name, getattr(package, name))  # found when first asked for, which pdoc does not do
     pdoc.render.configure(docformat="numpy", show_source=False)
     pdoc.pdoc(*MODULES, output_directory=Path(folder))
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from planner.exporters import export
     from planner.exporters._export import Export
+    from planner.integrations.partitioner_internals import knapsack
     from planner.ir.instances import load_instance
     from planner.ir.policy import PolicyOperation
     from planner.plans.plan import Plan, Verification
@@ -54,6 +55,7 @@ _NAMES = {
     "RuntimeUnsupportedError UsageError",
     "planner.exporters": "export",
     "planner.exporters._export": "Export",
+    "planner.integrations.partitioner_internals": "knapsack",
     "planner.ir.instances": "load_instance",
     "planner.ir.policy": "PolicyOperation",
     "planner.plans.plan": "Plan Verification",
@@ -63,23 +65,26 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+_PACKAGES = ("integrations", "report")
+"""Found as attributes too; the second one can be called."""
+
 __all__ = [
     "Audit", "Budget", "CaptureError", "Export", "InfeasibleBudgetError", "Inputs", "Offload", "Plan",
     "PlanFileError", "PlanMismatchError", "PlannerError", "PolicyOperation", "Runtime", "RuntimeUnsupportedError",
     "Search", "Status", "Study", "Target", "TradeOffCurve", "Training", "UsageError", "Verification", "__version__",
-    "audit", "auto_wrap", "backend", "check", "explain", "export", "load_instance", "load_profile",
-    "plan", "plan_of", "profile", "save_profile", "solve", "status", "study", "unwrap", "verify",
+    "audit", "auto_wrap", "backend", "check", "explain", "export", "knapsack", "load_instance",
+    "load_profile", "plan", "plan_of", "profile", "save_profile", "solve", "status", "study", "unwrap", "verify",
     "what_if",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name != "report" and name not in _MODULE_OF:
+    if name not in _PACKAGES and name not in _MODULE_OF:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     drawn = random.getstate()
     try:
-        if name == "report":  # a package that can be called
-            return import_module("planner.report")
+        if name in _PACKAGES:
+            return import_module(f"planner.{name}")
         return getattr(import_module(_MODULE_OF[name]), name.removesuffix("_profile"))
     finally:
         random.setstate(drawn)  # rich draws from it when it is imported

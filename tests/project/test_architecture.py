@@ -22,6 +22,7 @@ PRIVATE_TORCH = {
     "planner.capture.inductor_order_internals",
     "planner.capture.module_internals",
     "planner.extras.pipelines.pipelining_internals",
+    "planner.integrations.partitioner_internals",
     "planner.capture.torch_internals",
     "planner.capture.tracing_internals",
 }
