@@ -119,7 +119,7 @@ def test_compilation_that_no_plan_goes_with_is_refused(setting: dict[str, str], 
 
 
 @pytest.mark.parametrize("precision", tiered(["32-true", "bf16-mixed"], slow=["bf16-mixed"]))
-def test_lightning(precision: str) -> None:
+def test_lightning(precision: str, tmp_path: Path) -> None:
     import lightning
 
     class Lit(lightning.LightningModule):
@@ -129,6 +129,9 @@ def test_lightning(precision: str) -> None:
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             return self.model(batch, batch)
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.log("validation", self.model(batch, batch))
 
         def configure_optimizers(self) -> AdamW:
             return AdamW(self.parameters(), lr=1e-2)
@@ -145,9 +148,10 @@ def test_lightning(precision: str) -> None:
         module = model()
         loop = lightning.Trainer(
             max_epochs=1, accelerator="cpu", precision=precision, callbacks=[*callbacks, Watched()], logger=False,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2, default_root_dir=tmp_path,
         )  # fmt: skip
-        loop.fit(module, DataLoader(EXAMPLES, batch_size=4))
+        loop.fit(module, DataLoader(EXAMPLES, batch_size=4), DataLoader(EXAMPLES[:6], batch_size=4))
+        assert same(model.load_from_checkpoint(loop.checkpoint_callback.best_model_path), module)
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         return module, watch.peak_bytes([*module.parameters()], gradients, [*loop.optimizers[0].state.values()])
 

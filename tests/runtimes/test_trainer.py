@@ -1,4 +1,4 @@
-"""Wrapped models inside the loops that people use: Hugging Face's Trainer with PEFT, accelerate, Lightning.
+"""Wrapped models inside the loops that people use: Hugging Face's Trainer with PEFT, accelerate.
 
 What only some tests need, and is slow to import, is imported there: every worker reads this file.
 """
@@ -19,7 +19,6 @@ import planner
 from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.runtimes.graph import GraphRuntime
-from planner.zoo.modules import MiniGPT
 from tests.models import language_model
 from tests.tiers import tiered
 
@@ -208,45 +207,3 @@ def test_accelerate(mixed_precision: str, late: bool) -> None:
         return here.unwrap_model(prepared)
 
     assert same(train(None), train("80%"))
-
-
-def test_lightning(tmp_path: Path) -> None:
-    import lightning
-
-    class Lit(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = MiniGPT(layers=1, width=32, heads=2, hidden=64, vocabulary=VOCABULARY, positions=LENGTH)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return self.model(batch, batch)
-
-        def validation_step(self, batch: torch.Tensor, index: int) -> None:
-            self.log("validation", self.model(batch, batch))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    loader = DataLoader(EXAMPLES[:UNEVEN], batch_size=4)
-
-    def train(budget: str | None) -> Lit:
-        torch.manual_seed(0)
-        module = Lit()
-        wrap(module.model, budget)
-        loop = lightning.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            accumulate_grad_batches=2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        loop.fit(module, loader, loader)
-        if budget is not None:
-            assert planner.plan_of(module.model)
-            loaded = Lit.load_from_checkpoint(loop.checkpoint_callback.best_model_path)
-            assert same(loaded, module)
-        return module
-
-    assert same(train(None), train("75%"))
