@@ -272,7 +272,8 @@ class AutoRuntime:
                 planned: Plan | Refusal = self._running.plan_for(inputs)
             except PlannerError as error:
                 planned = Refusal(first, error)
-            self._compare(planned, inputs)
+            if not self._running.is_searching:  # else a call compares, once the better plan is known
+                self._compare(planned, inputs)
         assert self.plan is not None
         return self.plan
 
