@@ -11,8 +11,7 @@ from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes, format_percent
 from planner.findings import step_rules
 from planner.findings.finding import Finding
-from planner.findings.rules import examine
-from planner.findings.subject import CapturedStep, Subject
+from planner.findings.rules import CapturedStep, Subject, examine
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_layers
 from planner.ir.order import in_own_order, moved, order_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
@@ -12,13 +11,11 @@ from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, operator_name
 from planner.ir.schedule import Offload, Schedule
 from planner.solving.segmentations import segmentations
-from planner.strategies._step import StrategyStep
+from planner.strategies import StrategyStep
 
 Blocks = Sequence[Sequence[int]]
 
 Rule = Callable[[StrategyStep, int], Schedule]
-
-_NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
 
 _UNSLOTH_MOVES_ABOVE_BYTES = 2 * 2**20
 

@@ -13,12 +13,11 @@ from planner.analysis.trade_off.answers import Answers
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes
 from planner.plans.plan import Plan, Timeline
-from planner.report.curve_chart import lines
 from planner.report.page import charts, fill, resource
 from planner.report.peak import in_order
 from planner.report.style import at_least_percent, signed_percent
 from planner.report.verdict import recomputed
-from planner.report.what_if import further, marks, verdict
+from planner.report.what_if import further, lines, marks, verdict
 
 _KINDS = {"overhead": "after", "lower bound": "bound"}
 """Classes of what is drawn as a line; whatever else is another way."""
