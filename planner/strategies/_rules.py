@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from planner.ir.checkpoints import Region, schedule_of
-from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, operator_name
 from planner.ir.schedule import Offload, Schedule
-from planner.solving.segmentations import segmentations
+from planner.solving.segmentations import segmentations, turning_point
 from planner.strategies import StrategyStep
 
 Blocks = Sequence[Sequence[int]]

@@ -93,32 +93,26 @@ def mixtral(sizes: Sizes, **options: Any) -> Made:
     return made, tokens
 
 
-def _image_classifier(sizes: Sizes, family: str, **options: Any) -> Made:
-    return model(sizes, family=family, head="ForImageClassification", num_labels=1000, **options)
-
-
-def vit(sizes: Sizes) -> Made:
-    """Make a ViT-B/16 that classifies images."""
+def vit(sizes: Sizes, **options: Any) -> Made:
+    """Make a ViT with patches of 16."""
     if sizes.image_size is None or sizes.image_size % 16:
         raise UsageError(f"vit-b16 cuts images into patches of 16: image size {sizes.image_size} is not a multiple")
-    return _image_classifier(sizes, "ViT", image_size=sizes.image_size, attn_implementation="sdpa")
+    return model(sizes, image_size=sizes.image_size, **options)
 
 
-def resnet(sizes: Sizes, depths: Sequence[int]) -> Made:
-    """Make a ResNet with so many blocks in each stage."""
-    blocks = [min(depth, sizes.layers) for depth in depths]
-    return _image_classifier(sizes, "ResNet", count="", depths=blocks, layer_type="bottleneck")
+def in_stages(sizes: Sizes, depths: Sequence[int], **options: Any) -> Made:
+    """Make a model with so many blocks in each stage."""
+    return model(sizes, count="", depths=[min(depth, sizes.layers) for depth in depths], **options)
 
 
-def convnext(sizes: Sizes, depths: Sequence[int], hidden_sizes: Sequence[int], drop_path: float) -> Made:
+def convnext(sizes: Sizes, depths: Sequence[int], drop_path: float, **options: Any) -> Made:
     """Make a ConvNeXt with so many blocks in each stage; each block is skipped at random."""
     if not sizes.image_size or sizes.image_size < 32:
         raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
-    blocks = [min(depth, sizes.layers) for depth in depths]
     # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
     rates = SimpleNamespace(split=lambda counts: map(np.zeros, counts))
     with patch("torch.linspace", lambda *_, **__: rates):
-        made, classes = _image_classifier(sizes, "ConvNext", count="", depths=blocks, hidden_sizes=hidden_sizes)
+        made, classes = in_stages(sizes, depths, **options)
     skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
     layers = [layer for stage in made.convnext.encoder.stages for layer in stage.layers]
     for index, layer in enumerate(layers):

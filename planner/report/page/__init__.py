@@ -40,7 +40,7 @@ def fill(template: str, **context: Any) -> str:
     environment.globals |= {
         "charts": charts, "comparisons": comparisons, "layers": layers, "verdict": verdict, "in_order": in_order,
     }  # fmt: skip
-    written = {
+    written: dict[str, Callable[[Any], str]] = {
         "bytes": format_bytes, "seconds": format_seconds, "percent": format_percent, "signed": signed_percent,
         "at_least": at_least_percent, "short": operator_name,
     }  # fmt: skip
