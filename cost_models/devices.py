@@ -217,7 +217,7 @@ def library_bytes(architecture: str) -> int:
     """Return what matrix libraries keep for one thread of the forward and one of the backward.
 
     Sizes of a workspace are the defaults of torch 2.12 and later (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For the
-    torch at hand :mod:`planner.measure.cuda_settings` knows better.
+    torch at hand :mod:`planner.measure.devices` knows better.
 
     Examples
     --------

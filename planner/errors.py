@@ -68,6 +68,11 @@ class InfeasibleBudgetError(PlannerError):
         self.lowest = lowest
         """The :class:`planner.ir.schedule.Schedule` with the smallest known peak, where it is at hand."""
 
+    def but(self, **changed: Any) -> InfeasibleBudgetError:
+        """Return the same error with other facts."""
+        known = ("minimum_feasible_peak_bytes", "operation", "is_proven", "lower_bound_seconds", "lowest")
+        return InfeasibleBudgetError(str(self), **{name: getattr(self, name) for name in known} | changed)
+
 
 class HostBudgetError(InfeasibleBudgetError):
     """No plan keeps the budget with so little of the host's memory."""

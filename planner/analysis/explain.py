@@ -171,12 +171,11 @@ class _Reasons:
         """For each operation that runs again, the bytes of its results that are not kept."""
         self.largest: dict[str, ValueRow] = {}
         """For each of these operations, the largest of these results."""
-        for row in table.rows:
-            if row.dropped:
-                self.freed[row.operation] += row.size_bytes
-                largest = self.largest.setdefault(row.operation, row)
-                self.largest[row.operation] = max(largest, row, key=lambda one: one.size_bytes)
-        dropped = (row for row in table.rows if row.dropped)
+        dropped = [row for row in table.rows if row.dropped]
+        for row in dropped:
+            self.freed[row.operation] += row.size_bytes
+            largest = self.largest.get(row.operation, row)
+            self.largest[row.operation] = max(largest, row, key=lambda one: one.size_bytes)
         prices = (self.freed[row.operation] / row.again_seconds for row in dropped if row.again_seconds)
         self.lowest_price = min(prices, default=None)
         """Bytes that the worst bargain of the plan frees, for a second."""

@@ -20,7 +20,7 @@ from planner.capture.module_internals import ddp_around, has_full_backward_hooks
 from planner.capture.sharding import SHARES, WHOLE, Unit
 from planner.capture.torch_internals import NormWithStatistics, installed_call
 from planner.errors import UsageError
-from planner.findings.subject import ModuleFacts
+from planner.findings.rules import ModuleFacts
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_blocks, is_within
 

@@ -13,15 +13,14 @@ from planner.common.limits import Progress
 from planner.common.options import Search, Target, Training
 from planner.diagnose.observe import observe
 from planner.errors import CaptureError, ForwardError, RuntimeUnsupportedError
-from planner.findings import checkpoint_rules, model_rules, step_rules
+from planner.findings import model_rules, step_rules
 from planner.findings.finding import Diagnosis
-from planner.findings.rules import examine
-from planner.findings.subject import CapturedStep
+from planner.findings.rules import CapturedStep, examine
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.session.step import Options, captured, cost, lower_step, with_loss
 
-RULES = (*checkpoint_rules.RULES, *model_rules.RULES, *step_rules.RULES)
+RULES = (*model_rules.RULES, *step_rules.RULES)
 """All rules, in the order in which findings of the same severity are shown."""
 
 

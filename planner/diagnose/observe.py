@@ -27,7 +27,7 @@ from planner.capture.state_restore import put_back
 from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in
-from planner.findings.subject import CheckpointCall, Subject
+from planner.findings.rules import CheckpointCall, Subject
 
 aten = torch.ops.aten
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable
+from importlib import resources
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
@@ -28,13 +29,13 @@ def names(constant: str, values: Iterable[str]) -> str:
 
 
 class WholeModules:
-    """The best set of whole modules, whichever they are, written into a template.
+    """The best set of whole modules, whichever they are, written into a template: the file ``NAME.txt`` beside it.
 
     There ``{modules}`` is their names, as a tuple MODULES, and ``{without_cache}`` a line, or nothing, in a function of
     the model: what keeps one of transformers from filling its cache twice.
     """
 
-    template = ""
+    name = ""
     summary = "whole modules run again, where the plan chooses single operations"
     lost: tuple[str, ...] = ()
 
@@ -49,6 +50,9 @@ class WholeModules:
     def write(self, placement: Placement, plan: Plan) -> str:
         """Fill in the template."""
         is_transformers = str(plan.fingerprint.get("model", "")).startswith("transformers.")
-        return self.template.format(
-            modules=names("MODULES", placement.modules), without_cache=WITHOUT_CACHE if is_transformers else ""
-        )
+        without_cache = WITHOUT_CACHE if is_transformers else ""
+        return self.filled(modules=names("MODULES", placement.modules), without_cache=without_cache)
+
+    def filled(self, **parts: str) -> str:
+        """Return the template with its parts filled in."""
+        return resources.files(__package__).joinpath(f"{self.name}.txt").read_text(encoding="utf-8").format(**parts)

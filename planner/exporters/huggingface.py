@@ -38,24 +38,8 @@ class _HuggingFace(WholeModules):
             if placement.settings
             else "# Leave activation_checkpointing of TrainingArguments off: it would choose other layers."
         )
-        return f"""\
-# Call checkpoint_layers(model) before the Trainer is made.
-{hint}
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-{same}{names("LAYERS", placement.modules)}
-
-def checkpoint_layers(model):
-    chosen = [model.get_submodule(name) for name in LAYERS]
-    for name, layer in zip(LAYERS, chosen):
-        if not isinstance(layer, GradientCheckpointingLayer):
-            raise TypeError(f"{{name}} is no GradientCheckpointingLayer: transformers cannot checkpoint it alone")
-{WITHOUT_CACHE}    model.activation_checkpointing_enable(activation_checkpointing_kwargs={{"use_reentrant": False}})
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = any(module is layer for layer in chosen)
-    return model
-"""
+        layers = names("LAYERS", placement.modules)
+        return self.filled(hint=hint, same=same, layers=layers, without_cache=WITHOUT_CACHE)
 
 
 def _as_trainer_options(step: ExportStep, modules: tuple[str, ...]) -> dict[str, object]:

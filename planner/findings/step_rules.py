@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from planner.common.units import format_bytes, format_percent
 from planner.findings.finding import collapsed
-from planner.findings.rules import Rule
-from planner.findings.subject import CapturedStep, Subject
+from planner.findings.rules import CapturedStep, Rule, Subject
 from planner.ir.graph import Operation, TrainingGraph
 from planner.ir.simulator import lifetimes
 

@@ -15,7 +15,7 @@ from planner.common.options import Training
 from planner.common.units import parse_size, round_up
 from planner.ir.layers import layer_among
 from planner.ir.static_memory import StaticMemory
-from planner.measure import cuda_settings
+from planner.measure import devices
 from planner.measure.optimizers import OptimizerMemory, optimizer_memory
 
 Blocks = Callable[[], Collection[str]]
@@ -63,7 +63,7 @@ def static_memory(
     }
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
-    of_libraries = cuda_settings.pieces(spec) if shards == 1 else ()
+    of_libraries = devices.pieces(spec) if shards == 1 else ()
     others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,
@@ -74,8 +74,8 @@ def static_memory(
         else (sum(resident.values()),),
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
-        has_expandable_segments=spec.kind == "cuda" and cuda_settings.expandable_segments(),
-        allocator_settings=cuda_settings.not_simulated() if spec.kind == "cuda" else "",
+        has_expandable_segments=spec.kind == "cuda" and devices.expandable_segments(),
+        allocator_settings=devices.not_simulated() if spec.kind == "cuda" else "",
     )
 
 

@@ -11,8 +11,7 @@ from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes, format_percent
 from planner.findings import step_rules
 from planner.findings.finding import Finding
-from planner.findings.rules import examine
-from planner.findings.subject import CapturedStep, Subject
+from planner.findings.rules import CapturedStep, Subject, examine
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_layers
 from planner.ir.order import in_own_order, moved, order_of
@@ -116,14 +115,8 @@ def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, l
     )
     solution = replace(solution, solve_seconds=plan.solve_seconds)
     compared = plan_from_solution(problem, solution, static_memory=static_memory, limits=limits)
-    return replace(
-        plan,
-        baselines=compared.baselines,
-        details=compared.details,
-        values=compared.values,
-        minimum_feasible_peak_bytes=compared.minimum_feasible_peak_bytes,
-        proven_minimum_peak_bytes=compared.proven_minimum_peak_bytes,
-    )
+    of_others = ("baselines", "details", "values", "minimum_feasible_peak_bytes", "proven_minimum_peak_bytes")
+    return replace(plan, **{name: getattr(compared, name) for name in of_others})
 
 
 def _warnings(

@@ -60,11 +60,8 @@ def no_plan_fits(
     where = locate_operation(graph, error.operation)
     none = "plan" if problem.regions is None else "choice of modules"
     none_below = f"; no {none} needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
-    budget, smallest = (
-        format_bytes(budget_bytes),
-        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below})",
-    )
-    found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
+    smallest = f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below})"
+    found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {format_bytes(budget_bytes)}"
     found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
     found += f" is {smallest}"
     way_out = decided_operations(problem) or _way_out(problem, smallest_bytes, search.solver, error)

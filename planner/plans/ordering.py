@@ -110,14 +110,9 @@ def _neither(captured: InfeasibleBudgetError, moved: InfeasibleBudgetError, orde
     lowest = captured.lowest
     if (best := min(moved, captured, key=_rank)) is moved and moved.lowest is not None:
         lowest = renumbered(moved.lowest, order)
-    return InfeasibleBudgetError(
-        str(best),
-        minimum_feasible_peak_bytes=best.minimum_feasible_peak_bytes,
-        operation=best.operation,
-        is_proven=captured.is_proven and moved.is_proven,
-        lower_bound_seconds=min(captured.lower_bound_seconds, moved.lower_bound_seconds),
-        lowest=lowest,
-    )
+    bound_seconds = min(captured.lower_bound_seconds, moved.lower_bound_seconds)
+    is_proven = captured.is_proven and moved.is_proven
+    return best.but(is_proven=is_proven, lower_bound_seconds=bound_seconds, lowest=lowest)
 
 
 def smallest_budget(problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory) -> int:

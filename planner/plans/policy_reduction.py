@@ -26,13 +26,7 @@ def solved_by_policy(problem: Problem, solve: Callable[[Problem], Solution]) -> 
         try:
             found = reduction.invert(solve(reduction.problem))
         except InfeasibleBudgetError as error:  # its lowest schedule is of the reduction's graph
-            raise InfeasibleBudgetError(
-                str(error),
-                minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes,
-                operation=error.operation,
-                is_proven=error.is_proven and not once,
-                lower_bound_seconds=error.lower_bound_seconds,
-            ) from error
+            raise error.but(is_proven=error.is_proven and not once, lowest=None) from error
         bound_seconds = found.lower_bound_seconds if bound_seconds is None else bound_seconds
         against = held_against(problem.graph, problem.decisions, found.schedule)
         if not against:
@@ -106,8 +100,9 @@ class PolicyReduction:
                 self.states[index] = state
                 operation = replace(operation, outputs=(*operation.outputs, state))
             if index in decisions.offload:
-                tickets = [self._value(f"ticket of {graph.values[u].name}", 0) for u in self._offloaded(index)]
-                self.states.update(zip((-1 - u for u in self._offloaded(index)), tickets, strict=True))
+                leaving = read_by_backward(graph, index)
+                tickets = [self._value(f"ticket of {graph.values[u].name}", 0) for u in leaving]
+                self.states.update(zip((-1 - u for u in leaving), tickets, strict=True))
                 operation = replace(operation, outputs=(*operation.outputs, *tickets))
             self._add(operation, problem.costs[index], index)
         self.problem = Problem(
@@ -115,9 +110,6 @@ class PolicyReduction:
             costs=tuple(self.costs),
             budget_bytes=problem.budget_bytes,
         )
-
-    def _offloaded(self, index: int) -> list[int]:
-        return read_by_backward(self.real.graph, index)
 
     def _value(self, name: str, size_bytes: int) -> int:
         self.values.append(Value(name=name, size_bytes=size_bytes))

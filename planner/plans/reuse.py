@@ -22,6 +22,12 @@ OF_THE_GRAPH = ("assumes", "operations", "graph", OUTPUTS, LOSS)
 """Keys of a fingerprint that say how a step was captured, and for which loop; the others say what of, and where."""
 
 
+_MEASURED = (
+    "cost_model", "baseline_step_seconds", "recompute_seconds", "offloading", "lower_bound_seconds", "status",
+)  # fmt: skip
+"""What a plan says by its costs."""
+
+
 def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None:
     """Refuse a plan of another graph by a PlanMismatchError with what differs; one that varies with data may differ."""
     theirs, ours = plan.fingerprint, origin.fingerprint
@@ -107,12 +113,7 @@ def take_over(
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
         taken = replace(
             taken,
-            cost_model=plan.cost_model,
-            baseline_step_seconds=plan.baseline_step_seconds,
-            recompute_seconds=plan.recompute_seconds,
-            offloading=plan.offloading,
-            lower_bound_seconds=plan.lower_bound_seconds,
-            status=plan.status,
+            **{name: getattr(plan, name) for name in _MEASURED},
             details=plan.details or taken.details,
         )
     return taken

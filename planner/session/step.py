@@ -49,10 +49,9 @@ from planner.common.options import (
 )
 from planner.common.units import Size, format_bytes
 from planner.errors import CaptureError, PlanMismatchError
-from planner.findings import checkpoint_rules, model_rules
+from planner.findings import model_rules
 from planner.findings.finding import Finding, Severity
-from planner.findings.rules import examine
-from planner.findings.subject import Subject
+from planner.findings.rules import Subject, examine
 from planner.ir.builder import StepContext
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
@@ -395,7 +394,7 @@ def problems_of(
         outside_bytes=outside_bytes,
         counts_loss=options.loss is not None,
     )
-    found = examine(subject, (*checkpoint_rules.RULES, *model_rules.RULES))
+    found = examine(subject, model_rules.RULES)
     return (finding for finding in found if finding.is_problem and finding.rule not in allowed)
 
 

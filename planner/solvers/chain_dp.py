@@ -14,11 +14,11 @@ from itertools import accumulate
 from operator import itemgetter
 
 from planner.common.limits import SolveLimits
-from planner.ir.cut_points import chain_places, last_forward_readers, turning_point
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
 from planner.solving.repair import without_useless
+from planner.solving.segmentations import chain_places, last_forward_readers, turning_point
 
 _MOST_SPLITS = 8_000
 """Splits of different runs of stages that are tried; with more, neighbouring stages are joined."""

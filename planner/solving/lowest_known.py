@@ -27,18 +27,15 @@ def applies_to(problem: Problem) -> bool:
 
 def find(problem: Problem) -> Schedule | None:
     """Return the schedule of the lowest known peak, whatever the budget; None if there is none."""
-    posed = _without_budget(problem)
-    key = solution_cache.key_of(posed, _NAME, SolveLimits())
+    posed, key = _without_budget(problem)
     solution = solution_cache.find(posed, key)
     return solution.schedule if solution is not None else _here.get(key)
 
 
 def keep(problem: Problem, schedule: Schedule) -> None:
     """Keep a schedule if its peak is lower than the lowest known."""
-    posed = _without_budget(problem)
-    solution = Solution.simulated(posed.evaluate(schedule), schedule, _NAME)
-    key = solution_cache.key_of(posed, _NAME, SolveLimits())
-    solution_cache.keep(key, solution)
+    posed, key = _without_budget(problem)
+    solution_cache.keep(key, Solution.simulated(posed.evaluate(schedule), schedule, _NAME))
     _here.pop(key, None)
     _here[key] = schedule
     if len(_here) > _MOST_HERE:
@@ -65,18 +62,17 @@ def say(problem: Problem, schedule: Schedule) -> None:
 
     Blocks of two schedules with the same peak differ, so the next search may come back with the other.
     """
-    posed = _without_budget(problem)
-    _said[solution_cache.key_of(posed, _NAME, SolveLimits())] = schedule
+    _said[_without_budget(problem)[1]] = schedule
 
 
 def said(problem: Problem) -> Schedule | None:
     """Return what :func:`say` remembers of a step."""
-    posed = _without_budget(problem)
-    return _said.get(solution_cache.key_of(posed, _NAME, SolveLimits()))
+    return _said.get(_without_budget(problem)[1])
 
 
-def _without_budget(problem: Problem) -> Problem:
-    """Return the problem with everything removed on which peaks do not depend."""
+def _without_budget(problem: Problem) -> tuple[Problem, str]:
+    """Return the problem with everything removed on which peaks do not depend, and what it is kept under."""
     # Seconds decide no peak, and are not the same where they were measured.
     costs = tuple(replace(cost, seconds=0.0) for cost in problem.costs)
-    return replace(problem, budget_bytes=problem.baseline.peak_bytes, costs=costs)
+    posed = replace(problem, budget_bytes=problem.baseline.peak_bytes, costs=costs)
+    return posed, solution_cache.key_of(posed, _NAME, SolveLimits())

@@ -74,11 +74,11 @@ class Births:
     """Follows the last births of live values back from the first run of an operation."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], least_bytes: float) -> None:
-        self.graph, self.costs, self.least_bytes = graph, costs, least_bytes
+        self.graph, self.costs = graph, costs
         self.producer = graph.producer
         self.sizes = [value.size_bytes for value in graph.values]
         self.last_reader = [readers[-1] if readers else -1 for readers in graph.readers]
-        self.inputs = [self._large(operation.inputs) for operation in graph.operations]
+        self.inputs = [frozenset(u for u in o.inputs if self.sizes[u] > least_bytes) for o in graph.operations]
         self.outputs = [frozenset(operation.outputs) for operation in graph.operations]
         self.touched = [frozenset((*operation.inputs, *operation.outputs)) for operation in graph.operations]
         made = [sum(self.sizes[u] for u in o.outputs if graph.values[u].retained) for o in graph.operations]
@@ -310,6 +310,3 @@ class Births:
                 continue
             earlier = ((live - self.outputs[maker]) | self.inputs[maker]) - held
             yield size_bytes, sum(map(size_of, earlier)), earlier
-
-    def _large(self, values: Sequence[int]) -> Live:
-        return frozenset(u for u in values if self.sizes[u] > self.least_bytes)

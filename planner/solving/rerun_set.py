@@ -42,6 +42,10 @@ def slots_needed(schedule: Schedule) -> int:
     return 1 + max(backwards, default=0)
 
 
+_OF_RUNS = ("keys", "live_bytes", "dying_bytes", "kept_keys", "kept_live_bytes", "kept_dying_bytes")
+"""Fields of the state that have a place for each run."""
+
+
 class RerunSet:
     """A recompute set that :mod:`planner.solving.annealing` changes at random, and the cheapest one within the budget.
 
@@ -70,12 +74,7 @@ class RerunSet:
             return np.zeros(size, np.int64)
 
         self.state = kernels.State(
-            keys=zeros(count + capacity),
-            live_bytes=zeros(count + capacity),
-            dying_bytes=zeros(count + capacity),
-            kept_keys=zeros(count + capacity),
-            kept_live_bytes=zeros(count + capacity),
-            kept_dying_bytes=zeros(count + capacity),
+            **{name: zeros(count + capacity) for name in _OF_RUNS},
             slots=zeros((count, copies)),
             places=zeros((count, copies)),
             count=zeros(count),

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 from planner.ir.checkpoints import Region, schedule_of
-from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, operator_name
 from planner.ir.schedule import Offload, Schedule
-from planner.solving.segmentations import segmentations
-from planner.strategies._step import StrategyStep
+from planner.solving.segmentations import segmentations, turning_point
+from planner.strategies import StrategyStep
 
 Blocks = Sequence[Sequence[int]]
 
 Rule = Callable[[StrategyStep, int], Schedule]
-
-_NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
 
 _UNSLOTH_MOVES_ABOVE_BYTES = 2 * 2**20
 

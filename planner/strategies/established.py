@@ -56,8 +56,8 @@ Source: ``UnslothCheckpointFunction`` in ``unsloth_zoo/gradient_checkpointing.py
 
 from __future__ import annotations
 
+from planner.strategies import Strategy
 from planner.strategies import _rules as rules
-from planner.strategies._step import Strategy
 
 # fmt: off
 STRATEGIES = (

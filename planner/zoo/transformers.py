@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
-from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+import numpy as np
 
 from planner.errors import UsageError
 
@@ -25,17 +26,18 @@ Made = tuple[Any, int]
 """A torch.nn.Module, and its number of token ids or classes."""
 
 
-def language_model(
-    family: str, head: str = "ForCausalLM", *, sizes: Sizes, config: str = "Config", **options: Any
+def model(
+    sizes: Sizes, *, family: str, head: str, config: str = "Config", count: str = "num_hidden_layers", **options: Any
 ) -> Made:
-    """Make a transformer of one family; ``options`` are of its configuration.
-
-    Without options it has the widths of the family's first published model.
-    """
+    """Make a model of one family; ``options`` are of its configuration, which calls the number of layers ``count``."""
     hf = _transformers()
-    options |= {"num_hidden_layers": sizes.layers, "max_position_embeddings": sizes.positions}
-    made = getattr(hf, family + config)(attn_implementation="sdpa", **options)
-    return _made(made, getattr(hf, family + head))
+    options |= {count: sizes.layers} if count else {}
+    return _made(getattr(hf, family + config)(**options), getattr(hf, family + head))
+
+
+def language_model(sizes: Sizes, *, head: str = "ForCausalLM", **options: Any) -> Made:
+    """Make a transformer that takes so many tokens."""
+    return model(sizes, head=head, max_position_embeddings=sizes.positions, attn_implementation="sdpa", **options)
 
 
 def _made(config: Any, kind: type[Any]) -> Made:
@@ -83,102 +85,46 @@ def of_configuration(place: str, *, sizes: Sizes) -> Made:
     return _made(*configured(place, **{name: value for name, value in changed.items() if value}))
 
 
-def mixtral(sizes: Sizes) -> Made:
-    """Make a Mixtral a quarter as wide as the published one."""
-    model, tokens = language_model(
-        "Mixtral",
-        sizes=sizes,
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        output_router_logits=True,  # the loss that keeps experts equally busy is part of training one
-        experts_implementation="grouped_mm",
-    )
+def mixtral(sizes: Sizes, **options: Any) -> Made:
+    """Make a Mixtral."""
+    made, tokens = language_model(sizes, **options)
     # The first call would hang hooks for the router's logits under a lock, which a graph cannot do.
-    import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(model.model)
-    return model, tokens
+    import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(made.model)
+    return made, tokens
 
 
-def t5(sizes: Sizes) -> Made:
-    """Make a T5 of the base widths."""
-    hf = _transformers()
-    config = hf.T5Config(
-        d_model=768,
-        d_kv=64,
-        d_ff=3072,
-        num_layers=sizes.layers,
-        num_heads=12,
-        decoder_start_token_id=0,
-        initializer_factor=0.1,  # else an untrained one is surer of its guesses than its loss can bear
-    )
-    return _made(config, hf.T5ForConditionalGeneration)
-
-
-def _image_classifier(family: str, **options: Any) -> Made:
-    hf = _transformers()
-    return _made(
-        getattr(hf, f"{family}Config")(num_labels=1000, **options), getattr(hf, f"{family}ForImageClassification")
-    )
-
-
-def vit(sizes: Sizes) -> Made:
-    """Make a ViT-B/16 that classifies images."""
+def vit(sizes: Sizes, **options: Any) -> Made:
+    """Make a ViT with patches of 16."""
     if sizes.image_size is None or sizes.image_size % 16:
         raise UsageError(f"vit-b16 cuts images into patches of 16: image size {sizes.image_size} is not a multiple")
-    return _image_classifier(
-        "ViT", num_hidden_layers=sizes.layers, image_size=sizes.image_size, attn_implementation="sdpa"
-    )
+    return model(sizes, image_size=sizes.image_size, **options)
 
 
-def resnet(*depths: int, sizes: Sizes) -> Made:
-    """Make a ResNet with so many blocks in each stage."""
-    blocks = [min(depth, sizes.layers) for depth in depths]
-    return _image_classifier("ResNet", depths=blocks, layer_type="bottleneck")
+def in_stages(sizes: Sizes, depths: Sequence[int], **options: Any) -> Made:
+    """Make a model with so many blocks in each stage."""
+    return model(sizes, count="", depths=[min(depth, sizes.layers) for depth in depths], **options)
 
 
-def convnext(*depths: int, sizes: Sizes, widths: tuple[int, ...], drop_path: float) -> Made:
+def convnext(sizes: Sizes, depths: Sequence[int], drop_path: float, **options: Any) -> Made:
     """Make a ConvNeXt with so many blocks in each stage; each block is skipped at random."""
     if not sizes.image_size or sizes.image_size < 32:
         raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
-    blocks = [min(depth, sizes.layers) for depth in depths]
     # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
-    rates = _Numbers([0.0] * sum(blocks))
+    rates = SimpleNamespace(split=lambda counts: map(np.zeros, counts))
     with patch("torch.linspace", lambda *_, **__: rates):
-        model, classes = _image_classifier("ConvNext", depths=blocks, hidden_sizes=widths)
+        made, classes = in_stages(sizes, depths, **options)
     skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
-    layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
+    layers = [layer for stage in made.convnext.encoder.stages for layer in stage.layers]
     for index, layer in enumerate(layers):
         layer.drop_path = skip(drop_path * index / max(1, len(layers) - 1))
-    return model, classes
+    return made, classes
 
 
-class _Numbers(list[float]):
-    """Passes for a tensor that is split and read."""
-
-    def split(self, counts: Sequence[int]) -> list[_Numbers]:
-        ends = list(accumulate(counts))
-        return [_Numbers(self[end - count : end]) for count, end in zip(counts, ends, strict=True)]
-
-    def tolist(self) -> list[float]:
-        return list(self)
-
-
-def whisper_encoder(sizes: Sizes) -> Made:
-    """Make the encoder of Whisper small with a head that tells 99 languages apart."""
-    hf = _transformers()
+def whisper_encoder(sizes: Sizes, **options: Any) -> Made:
+    """Make the encoder of Whisper with a head that tells languages apart."""
     if sizes.seq_len is None or sizes.seq_len % 2:
         raise UsageError(f"whisper-small-encoder halves its input: {sizes.seq_len} mel frames are not even")
-    config = hf.WhisperConfig(
-        d_model=768,
-        encoder_layers=sizes.layers,
-        encoder_attention_heads=12,
-        encoder_ffn_dim=3072,
-        max_source_positions=sizes.seq_len // 2,
-        num_labels=99,
-        attn_implementation="sdpa",
-    )
-    return _made(config, hf.WhisperForAudioClassification)
+    return model(sizes, max_source_positions=sizes.seq_len // 2, **options)
 
 
 def _transformers() -> ModuleType:

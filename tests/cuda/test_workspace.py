@@ -35,11 +35,11 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, strides: tuple[int, 
 @gpu.only_fake
 def test_what_matrix_libraries_keep(name: str, settings: dict[str, str]) -> None:
     lines = [
-        "import torch; from planner.capture.operands import settle; from planner.measure import cuda_settings, devices",
+        "import torch; from planner.capture.operands import settle; from planner.measure import devices",
         "settle(torch.device('cuda')); spec = devices.here(torch.device('cuda'))",
         "blocks = [b for s in torch.cuda.memory_snapshot() for b in s['blocks'] if b['state'] == 'active_allocated']",
-        "assert sum(cuda_settings.pieces(spec)) == spec.library_bytes",
-        "assert sorted(b['requested_size'] for b in blocks) == sorted(cuda_settings.pieces(spec)), (blocks, spec)",
+        "assert sum(devices.pieces(spec)) == spec.library_bytes",
+        "assert sorted(b['requested_size'] for b in blocks) == sorted(devices.pieces(spec)), (blocks, spec)",
     ]
     gpu.run("\n".join(lines), FAKE_GPU=name, **settings)
 

@@ -50,7 +50,7 @@ ONLY_IN = {
     "networkx": ("planner.transforms.chunk_region", "planner.capture.planned_graph_internals"),
     "rich": ("planner.report", "planner.commands._terminal"),
     "jinja2": ("planner.report",),
-    "plotext": ("planner.report.curve_chart",),
+    "plotext": ("planner.report.what_if",),
     "transformers": ("planner.zoo.transformers",),
 }
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from planner import solvers
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError
-from planner.ir.cut_points import chain_places
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solvers import chain_dp
+from planner.solving.segmentations import chain_places
 from tests import oracle
 from tests.example_graphs import Builder, transformer
 from tests.planned import problem_at

@@ -11,7 +11,6 @@ from planner.analysis.study import Study
 from planner.analysis.trade_off import answers as ways
 from planner.common.options import Search
 from planner.errors import UsageError
-from planner.ir.cut_points import turning_point
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
@@ -20,6 +19,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
 from planner.plans.plan import PlanOrigin
 from planner.report.comparisons import render_audit
+from planner.solving.segmentations import turning_point
 from planner.strategies import _rules
 from tests.example_graphs import Builder, transformer
 from tests.planned import printed

@@ -6,8 +6,8 @@ which layer was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import resources
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -19,56 +19,37 @@ from planner.report import comparisons, layers, verdict
 from planner.report.layers import module_tree
 from planner.report.page import charts
 from planner.report.peak import in_order
-from planner.report.style import signed_percent
-
-_MOST_TENSORS = 20
+from planner.report.style import at_least_percent, signed_percent
 
 
 def to_html(plan: Plan, to_copy: comparisons.ToCopy = comparisons.OF_A_PLAN) -> str:
     """Return the page of a plan; names in it come from the model, and are escaped."""
-    details = plan.details
     rows = layers.rows(plan) if plan.placement else []
-    context = {
-        "plan": plan,
-        "css": resource("page.css"),
-        "js": resource("chart.js") + resource("page.js"),
-        "verdict": verdict.verdict(plan),
-        "bound": verdict.bound(plan),
-        "recomputed": verdict.recomputed(plan),
-        "anatomy": [(kind, size, size / plan.peak_bytes) for kind, size in in_order(plan.anatomy)],
-        "timeline": charts.timeline(plan, details) if details and details.after.points else None,
-        "tensors": details.alive[:_MOST_TENSORS] if details else (),
-        "strip": charts.strip(plan.placement),
-        "rows": rows,
-        "row_numbers": layers.NUMBERS,
-        "trade_off": charts.trade_off(plan) if plan.baselines else None,
-        "budgets": list(comparisons.budgets(plan)),
-        "use_it": to_copy.use_it,
-        "what_if": to_copy.curve(plan),
-        "statements": list(verdict.statements(plan)),
-        "data": _data(plan, rows),
-    }
-    return fill("page.html.j2", context)
+    return fill("page.html.j2", plan=plan, rows=rows, to_copy=to_copy, data=_data(plan, rows))
 
 
-def fill(template: str, context: dict[str, Any]) -> str:
+def fill(template: str, **context: Any) -> str:
     """Write a page from a template of this package; everything that is put in is escaped, unless the template says."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader(__name__, "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "seconds": format_seconds,
-        "percent": format_percent,
-        "signed": signed_percent,
-        "short": operator_name,
-    }
-    return environment.from_string(resource(template)).render(context) + "\n"
+    environment.globals |= {
+        "charts": charts, "comparisons": comparisons, "layers": layers, "verdict": verdict, "in_order": in_order,
+    }  # fmt: skip
+    written: dict[str, Callable[[Any], str]] = {
+        "bytes": format_bytes, "seconds": format_seconds, "percent": format_percent, "signed": signed_percent,
+        "at_least": at_least_percent, "short": operator_name,
+    }  # fmt: skip
+    environment.filters |= {name: partial(_known, write) for name, write in written.items()}
+    return environment.get_template(template).render(context) + "\n"
 
 
-def resource(name: str) -> str:
-    """Read a file of this package."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _known(write: Callable[[Any], str], content: Any) -> str:
+    return "-" if content is None else write(content)
 
 
 def _data(plan: Plan, rows: Sequence[layers.Row]) -> dict[str, Any]:

@@ -105,7 +105,6 @@ def trade_off(plan: Plan) -> dict[str, Any]:
                 "peak": None if row.peak_bytes is None else in_unit_of(row.peak_bytes, plan.baseline_peak_bytes),
                 "x": None if row.peak_bytes is None else row.peak_bytes / most_bytes,
                 "y": None if row.overhead is None else max(row.overhead, 0.0) / highest,
-                "gap": None if row.gap is None else signed_percent(row.gap),
             }
             for row in rows
         ],

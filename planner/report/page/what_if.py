@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import RenderableType
@@ -10,15 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.analysis.trade_off.answers import Answers
-from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes
 from planner.plans.plan import Plan, Timeline
-from planner.report.curve_chart import lines
-from planner.report.page import charts, fill, resource
+from planner.report.page import charts, fill
 from planner.report.peak import in_order
 from planner.report.style import at_least_percent, signed_percent
 from planner.report.verdict import recomputed
-from planner.report.what_if import further, marks, verdict
+from planner.report.what_if import further, lines, marks, verdict
 
 _KINDS = {"overhead": "after", "lower bound": "bound"}
 """Classes of what is drawn as a line; whatever else is another way."""
@@ -29,36 +27,17 @@ def what_if_page(answers: Answers, use_it: Callable[[int], str] = "planner.auto_
 
     It shows for each plan the call that makes it, which ``use_it`` writes for a budget.
     """
-    curve = answers.curve
     scale = _Scale(answers)
-    rows = [_row(number, point, curve, scale) for number, point in enumerate(curve.with_asked)]
     return fill(
         "what_if.html.j2",
-        {
-            "css": resource("page.css"),
-            "js": resource("chart.js") + resource("what_if.js"),
-            "curve": curve,
-            "verdict": verdict(curve),
-            "ends": list(_ends(curve)),
-            "chart": _chart(answers, scale),
-            "rows": rows,
-            "further": [_part(part) for part in further(answers)],
-            "data": _data(answers, rows, use_it),
-        },
+        curve=answers.curve,
+        said=verdict(answers.curve),
+        marks=marks,
+        scale=scale,
+        chart=_chart(answers, scale),
+        further=[_part(part) for part in further(answers)],
+        data=_data(answers, use_it),
     )
-
-
-def _ends(curve: TradeOffCurve) -> Iterator[tuple[str, str, str]]:
-    """Return what stands in the cards: the ends of the curve, and what lies between."""
-    yield "smallest budget", format_bytes(curve.minimum_feasible_peak_bytes), "for which a plan is known"
-    knee = curve.knee
-    if knee is not None and knee.overhead is not None:
-        yield "knee", format_bytes(knee.budget_bytes), f"{signed_percent(knee.overhead)} step time"
-    asked = curve.asked
-    if asked is not None:
-        cost = "no plan fits" if asked.overhead is None else f"{signed_percent(asked.overhead)} step time"
-        yield "your budget", format_bytes(asked.budget_bytes), cost
-    yield "no recompute", format_bytes(curve.baseline_peak_bytes), "the peak of the captured step"
 
 
 class _Scale:
@@ -72,29 +51,6 @@ class _Scale:
 
     def at(self, size_bytes: float, overhead: float) -> tuple[float, float]:
         return size_bytes / self.most_bytes, overhead / self.highest
-
-
-def _row(number: int, point: TradeOffPoint, curve: TradeOffCurve, scale: _Scale) -> dict[str, Any]:
-    def size(size_bytes: int | None) -> str:
-        return "-" if size_bytes is None else format_bytes(size_bytes)
-
-    known = point.overhead is not None
-    x, y = scale.at(point.budget_bytes, point.overhead or 0.0) if known else (None, None)
-    return {
-        "number": number,
-        "is_point": point in curve.points,
-        "budget_bytes": point.budget_bytes,
-        "budget": size(point.budget_bytes),
-        "peak": size(point.predicted_peak_bytes),
-        "host": size(point.host_bytes),
-        "overhead": "-" if point.overhead is None else signed_percent(point.overhead),
-        "bound": "-" if point.lower_bound_overhead is None else at_least_percent(point.lower_bound_overhead),
-        "solver": point.solver or "-",
-        "status": point.status,
-        "marks": marks(curve, point),
-        "x": x,
-        "y": y,
-    }
 
 
 def _chart(answers: Answers, scale: _Scale) -> dict[str, Any]:
@@ -130,9 +86,9 @@ def _text(content: RenderableType) -> str:
     return content.plain if isinstance(content, Text) else str(content)
 
 
-def _data(answers: Answers, rows: Sequence[dict[str, Any]], use_it: Callable[[int], str]) -> dict[str, Any]:
+def _data(answers: Answers, use_it: Callable[[int], str]) -> dict[str, Any]:
     """Return what the script shows of each plan; a plan without its step over time is left out."""
-    number_of = {row["budget_bytes"]: row["number"] for row in rows}
+    number_of = {point.budget_bytes: number for number, point in enumerate(answers.curve.with_asked)}
     plans = [plan for plan in answers.plans if plan.details is not None and plan.budget_bytes in number_of]
     if not plans:
         return {"plans": []}
