@@ -48,6 +48,7 @@ from planner.capture.torch_internals import (
     call_implementation,
     dynamo_settings,
     hint_of,
+    holding,
     is_drawn,
     other_state,
     storage_id,
@@ -216,7 +217,7 @@ class IsolatedCall:
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
         quiet, typed = nothing_beside(), kernel_types()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, typed, _at_work(work):
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, typed, holding(_work, work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:
@@ -299,15 +300,6 @@ class _Work:
 
 
 _work: ContextVar[_Work] = ContextVar("call that is being compiled")
-
-
-@contextmanager
-def _at_work(work: _Work) -> Iterator[None]:
-    token = _work.set(work)
-    try:
-        yield
-    finally:
-        _work.reset(token)
 
 
 def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

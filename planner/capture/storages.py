@@ -294,9 +294,8 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._is_silent or function is torch.ops.prim.device.default
-        ):  # two thirds of all calls, and none of a kernel
+        # The latter are two thirds of all calls, and none of a kernel.
+        if self._is_silent or function is torch.ops.prim.device.default:
             return function(*args, **kwargs)
         if any(map(is_spread, types)):
             return NotImplemented  # it is computed with local tensors, and that is seen

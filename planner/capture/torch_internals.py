@@ -95,6 +95,8 @@ class _Functions(set[Callable[..., Any]]):
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 
+ValueT = TypeVar("ValueT")
+
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 Compiler = Callable[..., Callable[..., Any]]
@@ -129,6 +131,16 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+@contextmanager
+def holding(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
+    """Let a context variable have a value within the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def entered(device: torch.device) -> AbstractContextManager[Any]:
@@ -683,17 +695,12 @@ def with_symbolic_sizes(varying: Iterable[tuple[torch.Tensor, Iterable[int]]]) -
 _numbers_seen: ContextVar[dict[str, float]] = ContextVar("numbers of earlier captures")
 
 
-@contextmanager
-def varying_numbers(seen: dict[str, float]) -> Iterator[None]:
+def varying_numbers(seen: dict[str, float]) -> AbstractContextManager[None]:
     """Make numbers that changed since an earlier capture inputs of the captured program.
 
     ``seen`` is what each number was, by Dynamo's name: it is kept from capture to capture.
     """
-    token = _numbers_seen.set(seen)
-    try:
-        yield
-    finally:
-        _numbers_seen.reset(token)
+    return holding(_numbers_seen, seen)
 
 
 def _has_changed(_tracer: Any, name: str, entry: Any, **_: Any) -> Any:

@@ -74,7 +74,7 @@ class ModulesRuntime(CallsInSituations):
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
-        plan = plan_alike(self.model, study, self.options_for_call(), reuse=self.plan, must_match=self.must_match)
+        plan = plan_alike(self.model, study, self.options_for_call(), **self.known)
         self.put_in_force(plan)
         self.is_confirmed = True
         return plan
