@@ -180,15 +180,10 @@ def reach_of(joint: JointGraph) -> Reach | None:
     return raw_outputs, gradients
 
 
-def parameter_nodes(joint: JointGraph) -> set[fx.Node]:
-    """Return the placeholders of parameters."""
-    given = zip(joint.placeholders, joint.inputs, strict=True)
-    return {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
-
-
 def weight_copies(joint: JointGraph) -> set[fx.Node]:
     """Return the nodes that cast a parameter to another type, as autocast does with weights."""
-    parameters = parameter_nodes(joint)
+    given = zip(joint.placeholders, joint.inputs, strict=True)
+    parameters = {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
     casts = joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
     return {node for node in casts if node.args[0] in parameters}
 

@@ -43,7 +43,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput as ForwardTokenAOTInput
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._inductor import config as inductor_config
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -81,6 +81,9 @@ _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize
 
 BatchNorm = _BatchNorm
 """The batch norms of every dimension."""
+
+SavedOutput = SavedForBackwardsAOTOutput
+"""Says of an output of a forward that it is saved."""
 
 NormWithStatistics = _NormBase
 """Batch norms and instance norms of every dimension."""
@@ -625,7 +628,8 @@ def dynamo_settings() -> Iterator[None]:
         automatic_dynamic_shapes=True,  # but by _has_changed: of numbers, not of sizes
         allow_unspec_int_on_nn_module=True,
         **DIFFERENTIATING,
-        ignore_logging_functions=_logging_functions(),
+        # The methods of loggers; libraries add theirs when they are imported.
+        ignore_logging_functions=_Functions(method for method in vars(logging.Logger).values() if callable(method)),
         suppress_errors=False,
         use_numpy_random_stream=True,  # traced draws would come from torch's stream: such a forward is refused
         record_runtime_overhead=False,  # it would tell the profiler, in every call, of what takes no time
@@ -655,11 +659,6 @@ def _returned_leaves(graph: OutputGraph, returned: list[Any], tracer: Any) -> No
     are_leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node in leaves]
     assert _check_returned_leaves is not None
     _check_returned_leaves(graph, are_leaves, tracer)
-
-
-def _logging_functions() -> _Functions:
-    """Return the methods of loggers; libraries add theirs when they are imported."""
-    return _Functions(method for method in vars(logging.Logger).values() if callable(method))
 
 
 def is_marked_dynamic(tensor: torch.Tensor) -> bool:

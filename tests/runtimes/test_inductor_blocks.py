@@ -19,8 +19,7 @@ from planner.common.options import grouped
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
-from planner.rewrite.block_code import with_code
-from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.rewrite.inductor_peak import peak_of_drafts, with_code
 from planner.runtimes import inductor_blocks
 from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Layers, Stack, TransformerBlock, linear, perceptron, rows
