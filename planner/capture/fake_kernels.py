@@ -36,14 +36,7 @@ from planner.capture.trees import leaf_tensors, tensors_in
 
 aten = torch.ops.aten
 
-_OF_ONE_TYPE = {
-    aten.addbmm.default,
-    aten.addmm.default,
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.mm.default,
-    aten.mv.default,
-}
+_OF_ONE_TYPE = {getattr(aten, name).default for name in ("addbmm", "addmm", "index_add", "index_add_", "mm", "mv")}
 """Operators that take tensors of one element, whatever the number of dimensions."""
 
 

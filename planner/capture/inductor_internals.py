@@ -140,7 +140,7 @@ def draft_with_inductor(
         patch.object(graph_compile, "aot_stage2_autograd", compile_until_enough),
         suppress(_Drafted),
     ):
-        _compile_with_inductor(partition, compile_one, graph_module, inputs, _ONE_KERNEL_EACH)
+        _compile_with_inductor(partition, compile_one, graph_module, inputs, **_ONE_KERNEL_EACH)
     return drafts
 
 
@@ -172,7 +172,7 @@ def _compile_with_inductor(
     compile_one: Callable[..., Any],
     graph_module: fx.GraphModule,
     inputs: Any,
-    more: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Callable[..., Any]:
     """Run ``torch.compile``'s own backend, but for the partition, for what it fuses, and for when memory is freed.
 
@@ -241,7 +241,7 @@ def _compile_with_inductor(
         ):
             return compile_one(compile_fx_inner, *arguments, **options)
 
-    settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
+    settings = {**_SETTINGS, **more, "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches | OUTSIDE_AUTOCAST):

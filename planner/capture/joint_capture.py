@@ -116,7 +116,7 @@ def until_stopped(
     ``implementation`` is captured in place of the model's call: its ``forward``, say, without its hooks. For the other
     options see :class:`Backend`.
     """
-    call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
+    call = IsolatedCall(model, implementation or call_implementation(model), Backend(partition, **options))
     check_capturable(model, inputs)
     return until_stopped_by(model, lambda: call(*inputs.args, **inputs.kwargs))
 
@@ -143,7 +143,7 @@ class Captures:
 
     def of(self, module: nn.Module, inputs: Inputs, implementation: Callable[..., Any]) -> JointGraph:
         """Return the graph of a call with the module's own tensors for inputs, as :func:`capture` does."""
-        own = IsolatedCall(module, implementation, _stop, kind=_SharedCapture, **self._options)
+        own = IsolatedCall(module, implementation, _SharedCapture(_stop, **self._options))
 
         def run() -> None:
             for call in self._calls:
@@ -165,18 +165,8 @@ NOT_CAPTURED = object()
 class IsolatedCall:
     """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        implementation: Callable[..., Any],
-        partition: Partition,
-        *,
-        kind: type[Backend] | None = None,
-        **options: Any,
-    ) -> None:
-        self.module = module
-        self.implementation = implementation
-        self._backend = (kind or Backend)(partition, **options)
+    def __init__(self, module: nn.Module, implementation: Callable[..., Any], backend: Backend) -> None:
+        self.module, self.implementation, self._backend = module, implementation, backend
         self._answers = Answers()
         """What the program was answered when it was last captured."""
         self._functions: dict[Any, OwnedFunction] = {}

@@ -32,8 +32,7 @@ from planner.measure.workspace import TrialLimits, of_calls
 
 
 def peak_of_drafts(
-    forward: Draft,
-    backward: Draft,
+    drafts: Sequence[Draft],
     lowered: LoweredGraph,
     costs: Sequence[OperationCost],
     loss: LossMemory,
@@ -45,8 +44,8 @@ def peak_of_drafts(
     graph that the drafts are of, and its costs, say which calls need workspace, and it is an upper bound: a call of
     other sizes than any in the graph needs the most workspace of its operator.
     """
-    seen = _followed(forward, backward, lowered, costs, loss)
-    return seen.peak_with(workspace_of(seen.calls, forward, effort))
+    seen = _followed(drafts, lowered, costs, loss)
+    return seen.peak_with(workspace_of(seen.calls, drafts[0], effort))
 
 
 def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits) -> dict[str, int]:
@@ -58,10 +57,10 @@ def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits
 
 
 def _followed(
-    forward: Draft, backward: Draft, lowered: LoweredGraph, costs: Sequence[OperationCost], loss: LossMemory
+    drafts: Sequence[Draft], lowered: LoweredGraph, costs: Sequence[OperationCost], loss: LossMemory
 ) -> Allocations:
     """Run the drafts, and follow what they allocate."""
-    outputs = lowered.joint.num_forward_outputs
+    (forward, backward), outputs = drafts, lowered.joint.num_forward_outputs
     mode = mode_of(tensors_in(forward.inputs))
     recorder = Allocations(lowered, costs, forward.inputs, CallNodes(mode))
     with mode, recorder:

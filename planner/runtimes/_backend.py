@@ -206,17 +206,13 @@ class Backend:
         graphs = f"{len(plans)} planned graph{'s' * (len(plans) != 1)}"
         return "\n".join([f"{graphs} under one budget of {format_bytes(self._budget_bytes)}", *rows])
 
-    def __call__(
-        self,
-        graph_module: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Callable[..., Any]:
-        """Accept a graph that Dynamo captured. Our errors are raised by its first call: Dynamo would wrap them here."""
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **asked: Any) -> Callable[..., Any]:
+        """Accept a graph that Dynamo captured, with the ``mode`` and ``options`` that ``torch.compile`` was given.
+
+        Our errors are raised by its first call: Dynamo would wrap them here.
+        """
         try:
-            settings = self._settings(mode, options)
+            settings = self._settings(**asked)
         except PlannerError as error:
             return partial(_refuse, error)
         if differentiable_outputs(graph_module):
@@ -228,7 +224,7 @@ class Backend:
     def _is_compiled(self) -> bool:
         return self.options.runtime.name == "inductor"
 
-    def _settings(self, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _settings(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         if self._is_compiled:
             return settings_of(mode, options)
         if mode or options:

@@ -203,11 +203,8 @@ def plan_parts(
     opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
     if opaque:
         raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
-    lowered = replace(
-        lowered,
-        warnings=tuple(_notes(followed, blocks, left, lowered.lowered.graph)),
-        capture_seconds=time.perf_counter() - begun,
-    )
+    notes = tuple(_notes(followed, blocks, left, lowered.lowered.graph))
+    lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - begun)
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
     plan = replace(step, lowered=lowered).plan(model, options, study=study, **known)
     return PartsPlan(plan, _course(model, seen), {path: _described(seen[path][0].inputs) for path in blocks})

@@ -373,12 +373,7 @@ def _assumptions(joint: JointGraph) -> Iterator[Finding]:
 
 
 def problems_of(
-    model: nn.Module,
-    options: Options,
-    *,
-    outside_bytes: int,
-    returned_cache: bool = False,
-    allowed: Collection[str] = (),
+    model: nn.Module, options: Options, outside_bytes: int, returned_cache: bool = False, allowed: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Yield the problems that can be found without running the forward; ``planner.check`` finds more."""
     subject = Subject(

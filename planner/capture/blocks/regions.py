@@ -188,9 +188,7 @@ class Step:
     def __init__(
         self, model: nn.Module, inputs: Inputs, elsewhere: TargetDevice | None = None, *, real: bool = False
     ) -> None:
-        self.model = model
-        self.elsewhere = elsewhere
-        self.is_real = real
+        self.model, self.elsewhere, self.is_real = model, elsewhere, real
         self.begins_with: RandomStates | None = None
         """The random states that a step begins with, where these are not the ones at hand."""
         self.masking = masking_of(model, inputs)

@@ -70,11 +70,8 @@ class RankOfPipeline:
     @property
     def facts(self) -> dict[str, str | int]:
         """What all ranks must have in common."""
-        return {
-            "schedule": type(self.schedule).__name__,
-            "micro-batches": self.micro_batches,
-            "stages": self.stages[0].num_stages,
-        }
+        name, stages = type(self.schedule).__name__, self.stages[0].num_stages
+        return {"schedule": name, "micro-batches": self.micro_batches, "stages": stages}
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of one micro-batch, of those of ``schedule.step``."""

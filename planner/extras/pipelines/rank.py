@@ -214,12 +214,9 @@ class _Rank:
         returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * (not stage.is_first)
         if taken is None:
             return Boundary(sent_bytes=made_bytes, returned_bytes=returned_bytes)
-        kept_bytes = made_bytes * self.return_outputs
-        return Boundary(
-            returned_bytes=returned_bytes,
-            output_bytes=made_bytes - kept_bytes,
-            kept_bytes=kept_bytes + taken.held_bytes,
-        )
+        output_bytes = made_bytes * (not self.return_outputs)
+        kept_bytes = made_bytes - output_bytes + taken.held_bytes
+        return Boundary(returned_bytes=returned_bytes, output_bytes=output_bytes, kept_bytes=kept_bytes)
 
     def _around(self) -> StaticMemory:
         """Count what is resident: modules, what every micro-batch is given, and buffers for gradients to arrive in."""
