@@ -21,7 +21,7 @@ from torch.autograd import set_detect_anomaly
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.joint import JointGraph, is_backward, tensors_of
+from planner.capture.joint import JointGraph, is_backward, sources, tensors_of
 from planner.capture.torch_internals import (
     accumulates_gradient,
     is_called_by_engine,
@@ -97,20 +97,16 @@ class EngineSums:
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Follow the backward of some outputs."""
-        pending = [output.grad_fn for output in outputs]
-        seen = set()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        made_by: list[Any] = [output.grad_fn for output in outputs]
+        for node in filter(
+            None, sources(made_by, lambda node: [each for each, _ in node.next_functions] if node else ())
+        ):
             if takes_boxed_gradients(node):
                 # A hook would hold the gradients while it runs. What it runs is called by Python, so it is between.
                 self._is_between = True
             else:
                 node.register_prehook(self._begins)
                 node.register_hook(self._ended)
-            pending += [following for following, _ in node.next_functions]
 
     def is_in_place(self, function: Any, args: Sequence[Any]) -> bool:
         """Whether a dispatched call is a sum that the engine would make in place if it were not recorded.

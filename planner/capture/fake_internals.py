@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -51,10 +51,8 @@ def fake_calls_by(run: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> Ite
 @contextmanager
 def without_logs_of_errors() -> Iterator[None]:
     """Silence torch's loggers of errors while tracing: what they write is raised too."""
-    loggers = (logging.getLogger(fake_tensor.__name__), logging.getLogger("torch._dynamo.exc"))
-    with ExitStack() as stack:
-        for logger in loggers:
-            stack.enter_context(patch.object(logger, "disabled", True))
+    of_fakes, of_dynamo = logging.getLogger(fake_tensor.__name__), logging.getLogger("torch._dynamo.exc")
+    with patch.object(of_fakes, "disabled", True), patch.object(of_dynamo, "disabled", True):
         yield
 
 

@@ -36,14 +36,7 @@ from planner.capture.trees import leaf_tensors, tensors_in
 
 aten = torch.ops.aten
 
-_OF_ONE_TYPE = {
-    aten.addbmm.default,
-    aten.addmm.default,
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.mm.default,
-    aten.mv.default,
-}
+_OF_ONE_TYPE = {getattr(aten, name).default for name in ("addbmm", "addmm", "index_add", "index_add_", "mm", "mv")}
 """Operators that take tensors of one element, whatever the number of dimensions."""
 
 
@@ -173,10 +166,6 @@ def _cudnn_batch_norm(_function: Any, args: Any, _kwargs: Any, made: Any) -> Any
     return (made[0], *(_of_type(args[1].dtype, tensor) for tensor in made[1:3]), made[3])
 
 
-def _group_norm_gradients(_function: Any, args: Any, _kwargs: Any, made: Any) -> Any:
-    return (_of_type(args[1].dtype, made[0]), *made[1:])
-
-
 _TYPES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     aten.native_layer_norm.default: _norm,
     aten._native_batch_norm_legit.default: _norm,
@@ -185,7 +174,8 @@ _TYPES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     aten._native_batch_norm_legit_no_training.default: _norm,
     aten.native_batch_norm.default: _norm_on_a_cpu,
     aten.native_group_norm.default: _norm_on_a_cpu,  # whose statistics follow the input on CUDA
-    aten.native_group_norm_backward.default: _group_norm_gradients,  # traced in the type of the statistics
+    # Traced in the type of the statistics.
+    aten.native_group_norm_backward.default: lambda _, args, __, made: (_of_type(args[1].dtype, made[0]), *made[1:]),
     aten.cudnn_batch_norm.default: _cudnn_batch_norm,  # which has no fake kernel that knows
 }
 """Operators whose results are traced with other types than their kernels', and what gives them those."""
@@ -258,8 +248,10 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     return pytree.tree_unflatten(map(_like, leaves, pytree.tree_leaves(found)), structure)
 
 
-def _group_norm(x: torch.Tensor, weight: Any, bias: Any, *told: Any) -> tuple[Any, ...]:
-    return x, weight, bias, *_one_group(x), told[-1]
+def _one_group(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return samples, channels, elements of each, and groups."""
+    samples, channels = x.shape[:2]
+    return samples, channels, x[0, 0].numel(), 1
 
 
 def _group_norm_backward(
@@ -268,18 +260,12 @@ def _group_norm_backward(
     return gradient, x, mean[:, :1], rstd[:, :1], weight, *_one_group(x), told[-1]
 
 
-def _one_group(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return samples, channels, elements of each, and groups."""
-    samples, channels = x.shape[:2]
-    return samples, channels, x[0, 0].numel(), 1
-
-
 def _layer_norm_backward(gradient: Any, x: torch.Tensor, sizes: Sequence[int], *others: Any) -> tuple[Any, ...]:
     return gradient, x, list(x.shape[x.dim() - len(sizes) :]), *others
 
 
 _TOLD: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm.default: lambda x, weight, bias, *told: (x, weight, bias, *_one_group(x), told[-1]),
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
 }

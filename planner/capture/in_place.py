@@ -19,12 +19,8 @@ from planner.capture.torch_internals import OpOverload, form_in_place, storage_i
 
 aten = torch.ops.aten
 
-_BY_ROW = {
-    aten._softmax.default,
-    aten._softmax_backward_data.default,
-    aten._log_softmax.default,
-    aten._log_softmax_backward_data.default,
-}
+_OF_ROWS = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
+_BY_ROW = {getattr(aten, name).default for name in _OF_ROWS}
 
 _INTO_A_COPY = {
     aten.index_add.default,

@@ -140,7 +140,7 @@ def draft_with_inductor(
         patch.object(graph_compile, "aot_stage2_autograd", compile_until_enough),
         suppress(_Drafted),
     ):
-        _compile_with_inductor(partition, compile_one, graph_module, inputs, _ONE_KERNEL_EACH)
+        _compile_with_inductor(partition, compile_one, graph_module, inputs, **_ONE_KERNEL_EACH)
     return drafts
 
 
@@ -172,7 +172,7 @@ def _compile_with_inductor(
     compile_one: Callable[..., Any],
     graph_module: fx.GraphModule,
     inputs: Any,
-    more: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Callable[..., Any]:
     """Run ``torch.compile``'s own backend, but for the partition, for what it fuses, and for when memory is freed.
 
@@ -202,7 +202,7 @@ def _compile_with_inductor(
     may_fuse = Scheduler.can_fuse
 
     def in_order(scheduler: Any, first: Any, second: Any, *arguments: Any, **options: Any) -> bool:
-        keeps = _keeps_the_order(scheduler, first, second)
+        keeps = _keeps_the_order(V.graph, scheduler, first, second)
         return keeps and bool(may_fuse(scheduler, first, second, *arguments, **options))
 
     prefers_apart: Any = post_grad.should_prefer_unfused_addmm
@@ -241,7 +241,7 @@ def _compile_with_inductor(
         ):
             return compile_one(compile_fx_inner, *arguments, **options)
 
-    settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
+    settings = {**_SETTINGS, **more, "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches | OUTSIDE_AUTOCAST):
@@ -257,7 +257,7 @@ _SMALL = 8
 """What a kernel makes is small beside what it reads if that is so many times as large."""
 
 
-def _keeps_the_order(scheduler: Any, first: Any, second: Any) -> bool:
+def _keeps_the_order(lowering: Any, scheduler: Any, first: Any, second: Any) -> bool:
     """Whether two kernels may be fused without moving operations that the plan has in between.
 
     One kernel takes the place of the earlier, and all that it needs goes before it. Where library kernels lie between
@@ -274,7 +274,7 @@ def _keeps_the_order(scheduler: Any, first: Any, second: Any) -> bool:
         return False
     if any(name in later.ancestors for node in between for name in node.get_operation_names()):
         return False
-    kept = later.get_buffer_names() - _of_outputs()
+    kept = later.get_buffer_names().difference(lowering.get_output_names())
     sizes = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in kept]
     read = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in made]
     return bool(_SMALL * sum(sizes) <= sum(read))
@@ -298,12 +298,6 @@ def _library_calls(scheduler: Any) -> list[Any]:
         # What nobody reads was left out before places were given.
         known = scheduler._library_calls = [node for node in calls if hasattr(node, "min_order")]
     return known
-
-
-def _of_outputs() -> set[str]:
-    from torch._inductor.virtualized import V
-
-    return set(V.graph.get_output_names())
 
 
 def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:

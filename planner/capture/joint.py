@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -21,6 +21,8 @@ from planner.capture.torch_internals import (
 )
 
 aten = torch.ops.aten
+
+NodeT = TypeVar("NodeT")
 
 _ATTENTION_DROPOUT_ARGUMENT = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
@@ -178,15 +180,10 @@ def reach_of(joint: JointGraph) -> Reach | None:
     return raw_outputs, gradients
 
 
-def parameter_nodes(joint: JointGraph) -> set[fx.Node]:
-    """Return the placeholders of parameters."""
-    given = zip(joint.placeholders, joint.inputs, strict=True)
-    return {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
-
-
 def weight_copies(joint: JointGraph) -> set[fx.Node]:
     """Return the nodes that cast a parameter to another type, as autocast does with weights."""
-    parameters = parameter_nodes(joint)
+    given = zip(joint.placeholders, joint.inputs, strict=True)
+    parameters = {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
     casts = joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
     return {node for node in casts if node.args[0] in parameters}
 
@@ -236,7 +233,7 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
 
 def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the roots with their ancestors and all elements of these, in the order of ``nodes``."""
-    needed, found = sources(roots), []
+    needed, found = sources(roots, lambda node: node.all_input_nodes), []
     for node in nodes:
         if node in needed or (node.target is operator.getitem and node.args[0] in needed):
             needed.add(node)
@@ -244,11 +241,9 @@ def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Nod
     return found
 
 
-def sources(
-    roots: Iterable[fx.Node], inputs_of: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
-) -> set[fx.Node]:
-    """Return the roots and their ancestors."""
-    found: set[fx.Node] = set()
+def sources(roots: Iterable[NodeT], inputs_of: Callable[[NodeT], Iterable[NodeT]]) -> set[NodeT]:
+    """Return the roots and all that can be reached from them."""
+    found: set[NodeT] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
@@ -269,14 +264,8 @@ def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
 
 def reads_any(node: fx.Node, unavailable: set[fx.Node], alias_nodes: set[fx.Node]) -> bool:
     """Whether a node reads one of the unavailable inputs, directly or through a view."""
-    stack = list(node.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if source in unavailable:
-            return True
-        if source in alias_nodes:
-            stack.extend(source.all_input_nodes)
-    return False
+    read = sources(node.all_input_nodes, lambda source: source.all_input_nodes if source in alias_nodes else ())
+    return not unavailable.isdisjoint(read)
 
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}

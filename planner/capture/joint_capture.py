@@ -48,6 +48,7 @@ from planner.capture.torch_internals import (
     call_implementation,
     dynamo_settings,
     hint_of,
+    holding,
     is_drawn,
     other_state,
     storage_id,
@@ -115,7 +116,7 @@ def until_stopped(
     ``implementation`` is captured in place of the model's call: its ``forward``, say, without its hooks. For the other
     options see :class:`Backend`.
     """
-    call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
+    call = IsolatedCall(model, implementation or call_implementation(model), Backend(partition, **options))
     check_capturable(model, inputs)
     return until_stopped_by(model, lambda: call(*inputs.args, **inputs.kwargs))
 
@@ -142,7 +143,7 @@ class Captures:
 
     def of(self, module: nn.Module, inputs: Inputs, implementation: Callable[..., Any]) -> JointGraph:
         """Return the graph of a call with the module's own tensors for inputs, as :func:`capture` does."""
-        own = IsolatedCall(module, implementation, _stop, kind=_SharedCapture, **self._options)
+        own = IsolatedCall(module, implementation, _SharedCapture(_stop, **self._options))
 
         def run() -> None:
             for call in self._calls:
@@ -164,18 +165,8 @@ NOT_CAPTURED = object()
 class IsolatedCall:
     """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        implementation: Callable[..., Any],
-        partition: Partition,
-        *,
-        kind: type[Backend] | None = None,
-        **options: Any,
-    ) -> None:
-        self.module = module
-        self.implementation = implementation
-        self._backend = (kind or Backend)(partition, **options)
+    def __init__(self, module: nn.Module, implementation: Callable[..., Any], backend: Backend) -> None:
+        self.module, self.implementation, self._backend = module, implementation, backend
         self._answers = Answers()
         """What the program was answered when it was last captured."""
         self._functions: dict[Any, OwnedFunction] = {}
@@ -216,7 +207,7 @@ class IsolatedCall:
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
         quiet, typed = nothing_beside(), kernel_types()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, typed, _at_work(work):
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, typed, holding(_work, work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:
@@ -299,15 +290,6 @@ class _Work:
 
 
 _work: ContextVar[_Work] = ContextVar("call that is being compiled")
-
-
-@contextmanager
-def _at_work(work: _Work) -> Iterator[None]:
-    token = _work.set(work)
-    try:
-        yield
-    finally:
-        _work.reset(token)
 
 
 def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from planner.capture.joint import (
     on_cpu,
     overwritten_inputs,
     reads_any,
+    sources,
     tensors_of,
     values_of,
     weight_copies,
@@ -343,12 +344,5 @@ def _is_chained(node: fx.Node) -> bool:
 
 def _sources_of_numbers(lowered: LoweredGraph, node: fx.Node, index_of: dict[fx.Node, int]) -> set[int]:
     """Return the operations that make what a node is called with and that is no tensor of the step."""
-    found: set[int] = set()
-    stack = list(node.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if source in index_of and not lowered.storage_of.get(source):
-            found.add(index_of[source])
-        elif source in lowered.alias_nodes:
-            stack.extend(source.all_input_nodes)
-    return found
+    read = sources(node.all_input_nodes, lambda source: source.all_input_nodes if source in lowered.alias_nodes else ())
+    return {index_of[source] for source in read if source in index_of and not lowered.storage_of.get(source)}

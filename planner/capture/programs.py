@@ -170,7 +170,9 @@ class Programs:
         results = list(self._programs[number].forward(arguments))
         if self._reads_numbers:  # what it saves of these comes last, and AOTAutograd knows of one number alone
             assert self._joint is not None
-            saved = [*dropwhile(_is_tensor, results[self._joint.num_forward_outputs :])]
+            saved = [
+                *dropwhile(lambda result: isinstance(result, torch.Tensor), results[self._joint.num_forward_outputs :])
+            ]
             self._num_saved[number] = len(saved)
             results = results[: len(results) - len(saved)]
             results[self._joint.num_forward_outputs : self._joint.num_forward_outputs] = [
@@ -202,10 +204,6 @@ def _stand_in(joint: JointGraph) -> Halves:
     number.meta["val"] = some_number(fake_mode_of(joint.graph))
     forward = _outline(joint, joint.arguments, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
-
-
-def _is_tensor(result: Any) -> bool:
-    return isinstance(result, torch.Tensor)
 
 
 def may_stand_in(held: Any) -> bool:

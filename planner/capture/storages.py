@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -163,14 +164,9 @@ class StorageRecorder(TorchDispatchMode):
         """End the recording; live storages outlive it."""
         self._is_over = True
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> AbstractContextManager[Any]:
         """Do not record operations within the context."""
-        before, self._is_silent = self._is_silent, True
-        try:
-            yield
-        finally:
-            self._is_silent = before
+        return patch.object(self, "_is_silent", True)
 
     @contextmanager
     def modules(self) -> Iterator[None]:
@@ -294,9 +290,8 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._is_silent or function is torch.ops.prim.device.default
-        ):  # two thirds of all calls, and none of a kernel
+        # The latter are two thirds of all calls, and none of a kernel.
+        if self._is_silent or function is torch.ops.prim.device.default:
             return function(*args, **kwargs)
         if any(map(is_spread, types)):
             return NotImplemented  # it is computed with local tensors, and that is seen

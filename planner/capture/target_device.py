@@ -8,7 +8,7 @@ the GPU's operators, sizes and types, so that its plan is a plan there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from cost_models.devices import DeviceSpec
 from planner.capture.cuda_attention import attention_on
-from planner.capture.torch_internals import suggest_memory_format
+from planner.capture.torch_internals import holding, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -70,14 +70,9 @@ def calls_of(target_device: TargetDevice | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def tracing_for(target_device: TargetDevice | None) -> Iterator[None]:
+def tracing_for(target_device: TargetDevice | None) -> AbstractContextManager[None]:
     """Trace for an absent target device, if there is one."""
-    token = _target.set(target_device or _target.get())
-    try:
-        yield
-    finally:
-        _target.reset(token)
+    return holding(_target, target_device or _target.get())
 
 
 def is_for_target_device() -> bool:

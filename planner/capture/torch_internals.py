@@ -43,7 +43,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput as ForwardTokenAOTInput
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._inductor import config as inductor_config
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -82,6 +82,9 @@ _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize
 BatchNorm = _BatchNorm
 """The batch norms of every dimension."""
 
+SavedOutput = SavedForBackwardsAOTOutput
+"""Says of an output of a forward that it is saved."""
+
 NormWithStatistics = _NormBase
 """Batch norms and instance norms of every dimension."""
 
@@ -94,6 +97,8 @@ class _Functions(set[Callable[..., Any]]):
 
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+ValueT = TypeVar("ValueT")
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -129,6 +134,16 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+@contextmanager
+def holding(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
+    """Let a context variable have a value within the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def entered(device: torch.device) -> AbstractContextManager[Any]:
@@ -613,7 +628,8 @@ def dynamo_settings() -> Iterator[None]:
         automatic_dynamic_shapes=True,  # but by _has_changed: of numbers, not of sizes
         allow_unspec_int_on_nn_module=True,
         **DIFFERENTIATING,
-        ignore_logging_functions=_logging_functions(),
+        # The methods of loggers; libraries add theirs when they are imported.
+        ignore_logging_functions=_Functions(method for method in vars(logging.Logger).values() if callable(method)),
         suppress_errors=False,
         use_numpy_random_stream=True,  # traced draws would come from torch's stream: such a forward is refused
         record_runtime_overhead=False,  # it would tell the profiler, in every call, of what takes no time
@@ -643,11 +659,6 @@ def _returned_leaves(graph: OutputGraph, returned: list[Any], tracer: Any) -> No
     are_leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node in leaves]
     assert _check_returned_leaves is not None
     _check_returned_leaves(graph, are_leaves, tracer)
-
-
-def _logging_functions() -> _Functions:
-    """Return the methods of loggers; libraries add theirs when they are imported."""
-    return _Functions(method for method in vars(logging.Logger).values() if callable(method))
 
 
 def is_marked_dynamic(tensor: torch.Tensor) -> bool:
@@ -683,17 +694,12 @@ def with_symbolic_sizes(varying: Iterable[tuple[torch.Tensor, Iterable[int]]]) -
 _numbers_seen: ContextVar[dict[str, float]] = ContextVar("numbers of earlier captures")
 
 
-@contextmanager
-def varying_numbers(seen: dict[str, float]) -> Iterator[None]:
+def varying_numbers(seen: dict[str, float]) -> AbstractContextManager[None]:
     """Make numbers that changed since an earlier capture inputs of the captured program.
 
     ``seen`` is what each number was, by Dynamo's name: it is kept from capture to capture.
     """
-    token = _numbers_seen.set(seen)
-    try:
-        yield
-    finally:
-        _numbers_seen.reset(token)
+    return holding(_numbers_seen, seen)
 
 
 def _has_changed(_tracer: Any, name: str, entry: Any, **_: Any) -> Any:

@@ -20,12 +20,7 @@ from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
 from planner.capture.symbolic import is_symbolic
-from planner.capture.torch_internals import (
-    OpOverload,
-    SavedForBackwardsAOTOutput,
-    run_and_save_rng_state,
-    run_with_rng_state,
-)
+from planner.capture.torch_internals import OpOverload, SavedOutput, run_and_save_rng_state, run_with_rng_state
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
 
@@ -100,7 +95,7 @@ def extract_fwd_bwd(
     forward.graph.output((*results, *(node for node, _ in saved)))
     forward.graph.output_node().meta["desc"] = [
         *forward_descriptors,
-        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved))),
+        *(SavedOutput(i) for i in range(len(saved))),
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
@@ -164,11 +159,9 @@ class _Emitter:
         already_run: set[int],
         arriving: set[int],
     ) -> None:
-        self.lowered = lowered
-        self.over = over
-        self.order = schedule.order
-        self.replayed = replayed
-        self.already_run = set(already_run)
+        self.lowered, self.order, self.replayed, self.over = lowered, schedule.order, replayed, over
+        self.already_run, self.arriving = set(already_run), set(arriving)
+        """The latter are values that are being fetched, and that nobody has read yet."""
         self.graph = fx.Graph()
         self.current: dict[fx.Node, fx.Node] = {}
         self.taken: dict[fx.Node, fx.Node] = {}
@@ -178,8 +171,6 @@ class _Emitter:
         self.places: dict[int, fx.Node] = {}
         """Offloaded value to its place in the host's memory."""
         self.taken_places: dict[int, fx.Node] = {}
-        self.arriving = set(arriving)
-        """Values that are being fetched, and that nobody has read yet."""
         self._offloaded = {offload.value for offload in schedule.offloads}
         self._leaving: defaultdict[int, list[int]] = defaultdict(list)
         for offload in schedule.offloads:

@@ -1,8 +1,15 @@
-"""Predict the peak of Inductor's code by running its draft on fake tensors."""
+"""Predict the peak of Inductor's code by running its draft on fake tensors.
+
+The code of a block takes the place of the block's operations. When what it is given is freed, the step alone knows:
+others may hold it too. So a backward becomes one operation for each stretch of its code in which the same of what it
+is given is needed: it reads that, and makes one value as large as all that the code holds then.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,28 +17,22 @@ from torch import fx
 
 from planner.capture import operands
 from planner.capture.autograd_accumulation import gradient_copies
+from planner.capture.fake_internals import mode_of
 from planner.capture.inductor_internals import Draft
-from planner.capture.joint import values_of
-from planner.capture.lowering import LoweredGraph
+from planner.capture.joint import tensors_of, values_of
+from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.operands import CallNodes
 from planner.capture.storages import PeakRecorder
-from planner.capture.torch_internals import (
-    FakeTensor,
-    OpOverload,
-    run_and_save_rng_state,
-    run_with_rng_state,
-    storage_id,
-)
+from planner.capture.torch_internals import OpOverload, run_and_save_rng_state, run_with_rng_state, storage_id
 from planner.capture.trees import tensors_in
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
-from planner.ir.graph import OperationCost
+from planner.ir.graph import Operation, OperationCost, Phase, Value
 from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import TrialLimits, of_calls
 
 
 def peak_of_drafts(
-    forward: Draft,
-    backward: Draft,
+    drafts: Sequence[Draft],
     lowered: LoweredGraph,
     costs: Sequence[OperationCost],
     loss: LossMemory,
@@ -43,8 +44,8 @@ def peak_of_drafts(
     graph that the drafts are of, and its costs, say which calls need workspace, and it is an upper bound: a call of
     other sizes than any in the graph needs the most workspace of its operator.
     """
-    seen = _followed(forward, backward, lowered, costs, loss)
-    return seen.peak_with(workspace_of(seen.calls, forward, effort))
+    seen = _followed(drafts, lowered, costs, loss)
+    return seen.peak_with(workspace_of(seen.calls, drafts[0], effort))
 
 
 def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits) -> dict[str, int]:
@@ -56,19 +57,16 @@ def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits
 
 
 def _followed(
-    forward: Draft, backward: Draft, lowered: LoweredGraph, costs: Sequence[OperationCost], loss: LossMemory
+    drafts: Sequence[Draft], lowered: LoweredGraph, costs: Sequence[OperationCost], loss: LossMemory
 ) -> Allocations:
     """Run the drafts, and follow what they allocate."""
-    outputs = lowered.joint.num_forward_outputs
-    mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
+    (forward, backward), outputs = drafts, lowered.joint.num_forward_outputs
+    mode = mode_of(tensors_in(forward.inputs))
     recorder = Allocations(lowered, costs, forward.inputs, CallNodes(mode))
     with mode, recorder:
         made = list(forward.run(list(forward.inputs)))
         results, saved = made[:outputs], made[outputs:]
-        tangents = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            for t in backward.inputs[len(saved) :]
-        ]
+        tangents = list(map(_like, backward.inputs[len(saved) :]))
         recorder.live_bytes += loss.held_bytes
         recorder.reach(loss.working_bytes)
         arguments, values = [*saved, *tangents], lowered.graph.values
@@ -161,3 +159,218 @@ def _shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 _ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}
+
+
+# The code of a block, as operations of the step.
+
+CODE_TARGET = "compiled code"
+
+
+def with_code(
+    lowered: LoweredGraph,
+    given: Sequence[fx.Node],
+    drafts: Sequence[Draft],
+    costs: Sequence[OperationCost],
+    effort: TrialLimits,
+) -> LoweredGraph:
+    """Return a block's graph with the drafts of its code in place of its operations.
+
+    ``given`` are placeholders that the rest of the step hands to the block; values that cross its border keep their
+    numbers. For ``costs`` and ``effort`` see :func:`peak_of_drafts`.
+    """
+    seen = _Followed(lowered, given, drafts, costs)
+    return seen.in_their_place(workspace_of(seen.calls, drafts[0], effort))
+
+
+class _Stretches(Allocations):
+    """Tells what the code holds at most while the same of what it is given is alive."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.last: dict[int, int] = {}
+        """The last stretch of what has been freed, by storage."""
+        self._peaks_bytes = [0]
+        self._ran_in: list[int] = []
+        """The stretch of each call that may need workspace."""
+
+    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin a new stretch whenever one of these is freed."""
+        for storage in {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}.values():
+            weakref.finalize(storage, self._ended, id(storage))
+
+    def reach(self, more_bytes: int) -> None:
+        """Record a momentary allocation of so many bytes."""
+        super().reach(more_bytes)
+        self._peaks_bytes[-1] = max(self._peaks_bytes[-1], self.live_bytes + more_bytes)
+
+    def note_call(self, signature: str, most_bytes: int) -> None:
+        """Note a call that may need workspace."""
+        super().note_call(signature, most_bytes)
+        self._ran_in.append(len(self._peaks_bytes) - 1)
+
+    def peaks_with(self, known: Mapping[str, int]) -> list[int]:
+        """Return the most bytes that are there at once in each stretch, where the workspace of some calls is known."""
+        peaks_bytes = list(self._peaks_bytes)
+        for stretch, call_bytes in zip(self._ran_in, self.calls_with(known), strict=True):
+            peaks_bytes[stretch] = max(peaks_bytes[stretch], call_bytes)
+        return peaks_bytes
+
+    def _ended(self, storage: int) -> None:
+        self._numbers.pop(storage, None)  # another may have its place from now on
+        if not self._is_over:
+            self.last[storage] = len(self._peaks_bytes) - 1
+            self._peaks_bytes.append(self.live_bytes)
+
+
+@dataclass
+class _Half:
+    """What the code of a forward or a backward was seen to do."""
+
+    phase: Phase
+    recorder: _Stretches
+    needed: dict[int, int]
+    """The last stretch of what is given, by values; one beyond the last where it is not freed."""
+    leaves: list[int]
+    """Values."""
+    beyond_bytes: int
+    """How much more than these it leaves."""
+
+
+class _Followed:
+    """The two drafts of a block, run on fake tensors."""
+
+    def __init__(
+        self, block: LoweredGraph, given: Sequence[fx.Node], drafts: Sequence[Draft], costs: Sequence[OperationCost]
+    ) -> None:
+        self.calls: dict[str, fx.Node] = {}
+        """Calls whose workspace can be tried, by signature."""
+        self._block, self._given, self._costs = block, given, costs
+        self._values = list(block.graph.values)
+        self._phases: list[_Half] = []
+        self._run(*drafts)
+
+    def in_their_place(self, known: Mapping[str, int]) -> LoweredGraph:
+        """Return the block with its code in place of its operations; ``known`` is the workspace of calls."""
+        graph = self._block.graph
+        values = list(self._values)
+        forward, backward = (_operations(phase, known, values) for phase in self._phases)
+        given = (operation for operation in graph.operations if operation.target == GIVEN_TARGET)
+        operations = [*given, *forward, graph.operations[graph.loss_index], *backward]
+        # Of what is inside of the block in its graph nothing is there: values keep their numbers, and have no bytes.
+        made = {value for operation in operations for value in operation.outputs}
+        inside = sorted(set(range(len(values))) - made)
+        for value in inside:
+            values[value] = replace(values[value], size_bytes=0)
+        operations[-1] = replace(operations[-1], outputs=(*operations[-1].outputs, *inside))
+        done = replace(graph, operations=tuple(operations), values=tuple(values))
+        return replace(self._block, graph=done, operation_nodes=[None] * len(operations))
+
+    def _run(self, forward: Draft, backward: Draft) -> None:
+        joint = self._block.joint
+        mode = mode_of(tensors_in(forward.inputs))
+        own = [t for node, t in zip(joint.arguments, forward.inputs, strict=True) if node not in self._given]
+        with mode:
+            # What is given is new here, so that it is seen when the code lets go of it.
+            arguments = [
+                _like(tensor) if node in self._given else tensor
+                for node, tensor in zip(joint.arguments, forward.inputs, strict=True)
+            ]
+        value_of: dict[int, int] = {}
+        """By storage, the value that the step has for it."""
+        for node, tensor in zip(joint.arguments, arguments, strict=True):
+            if node in self._given:
+                value_of[storage_id(tensor)] = self._value(node)
+        recorder = self._recorder(mode, arguments)
+        with mode, recorder:
+            made = list(forward.run(list(arguments)))
+        recorder.finish()
+        count = len(joint.outputs[0])
+        outputs = self._leaving(joint.outputs[0], made[:count])
+        beyond_bytes = self._beyond_bytes(outputs, recorder)
+        for value, tensor in outputs.items():
+            value_of.setdefault(storage_id(tensor), value)
+        kept = []
+        for tensor in tensors_in(made[count:]):
+            if storage_id(tensor) not in value_of and recorder.number(tensor) is not None:
+                kept.append(len(self._values))
+                self._values.append(_new_value("saved", kept[-1], recorder.size_bytes(tensor)))
+                value_of[storage_id(tensor)] = kept[-1]
+        # The caller holds what it hands over.
+        needed = {self._value(node): 0 for node in self._given}
+        self._phases.append(_Half(Phase.FORWARD, recorder, needed, [*outputs, *kept], beyond_bytes))
+
+        saved = made[count:]
+        with mode:
+            tangents = list(map(_like, backward.inputs[len(saved) :]))
+        for node, tensor in zip(joint.tangents, tangents, strict=True):
+            value_of[storage_id(tensor)] = self._value(node)
+        recorder = self._recorder(mode, [own, saved, tangents])
+        watched = [t for t in tensors_in([saved, tangents]) if storage_id(t) in value_of]
+        storages = {storage_id(tensor): value_of[storage_id(tensor)] for tensor in watched}
+        recorder.watch(watched)
+        handed = [*saved, *tangents]
+        del arguments, made, saved, tangents, outputs, tensor, watched
+        with mode, recorder:
+            gradients = list(backward.run(handed))
+        recorder.finish()
+        leaving = self._leaving(joint.outputs[1], gradients)
+        beyond_bytes = self._beyond_bytes(leaving, recorder)
+        for node, gradient in zip(joint.outputs[1], gradients, strict=True):
+            if isinstance(node, fx.Node) and tensors_of(node)[0].stride() != gradient.stride():
+                beyond_bytes += gradient.nbytes  # autograd copies one whose layout is not that of its parameter
+        stretches = len(recorder.peaks_with({}))
+        needed = {value: recorder.last.get(storage, stretches) for storage, value in storages.items()}
+        self._phases.append(_Half(Phase.BACKWARD, recorder, needed, list(leaving), beyond_bytes))
+
+    def _recorder(self, mode: Any, resident: Any) -> _Stretches:
+        recorder = _Stretches(self._block, self._costs, tensors_in(resident), CallNodes(mode))
+        recorder.calls = self.calls
+        return recorder
+
+    def _value(self, node: fx.Node) -> int:
+        (value,) = self._block.storage_of[node]
+        return value
+
+    def _leaving(self, nodes: Sequence[Any], made: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Return what leaves the block, by its values."""
+        pairs = zip(nodes, made, strict=True)
+        return {self._value(node): tensor for node, tensor in pairs if isinstance(node, fx.Node)}
+
+    def _beyond_bytes(self, leaving: Mapping[int, torch.Tensor], recorder: _Stretches) -> int:
+        """Return how much larger storages that leave the block are than those of its graph."""
+        sizes = {storage_id(t): recorder.size_bytes(t) for t in leaving.values()}
+        return max(0, sum(sizes.values()) - sum(self._block.graph.values[value].size_bytes for value in leaving))
+
+
+def _operations(seen: _Half, known: Mapping[str, int], values: list[Value]) -> list[Operation]:
+    """Return operations for the code of a phase, one for what it holds in each stretch, and one for what it leaves."""
+
+    def new(name: str, size_bytes: int, *, retained: bool = False) -> int:
+        values.append(_new_value(name, len(values), size_bytes, retained=retained))
+        return len(values) - 1
+
+    peaks_bytes = seen.recorder.peaks_with(known)
+    if seen.phase is Phase.FORWARD:
+        peaks_bytes = [max(peaks_bytes)]
+    makes = [(new("code", peak_bytes),) for peak_bytes in peaks_bytes]
+    beyond = [new("beyond", seen.beyond_bytes, retained=True)] if seen.beyond_bytes else []
+    return [
+        Operation(
+            name=f"code {seen.phase[0]}{number}",
+            key=f"|{CODE_TARGET}|{seen.phase[0]}{number}",
+            target=CODE_TARGET,
+            inputs=tuple(value for value, last in seen.needed.items() if last >= number),
+            outputs=made,
+            phase=seen.phase,
+            recomputable=False,
+        )
+        for number, made in enumerate([*makes, (*seen.leaves, *beyond)])
+    ]
+
+
+def _new_value(name: str, number: int, size_bytes: int, *, retained: bool = False) -> Value:
+    return Value(name=f"{name} {number}", size_bytes=size_bytes, retained=retained)
+
+
+def _like(tensor: Any) -> Any:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -82,6 +82,11 @@ class PlannedCalls(ABC):
         """Whether the plan that the caller gave may not be replaced: the first step must be the one it is for."""
         return self._must_match and not self.is_confirmed
 
+    @property
+    def known(self) -> dict[str, Any]:
+        """What is known of the plan of a call: see :func:`planner.session.step.plan_study`."""
+        return {"reuse": self.plan, "must_match": self.must_match}
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if self.runs_plainly():

@@ -107,9 +107,7 @@ class LateGradients:
     def __init__(
         self, graph_module: fx.GraphModule, joint: JointGraph, positions: Sequence[int], replan: Callable[[], None]
     ) -> None:
-        self.graph_module = graph_module
-        self.positions = positions
-        self.replan = replan
+        self.graph_module, self.positions, self.replan = graph_module, positions, replan
         nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
         self.random = any(is_random(node) for node in nodes)
         written = {n.args[0] for n in nodes if mutates(n)}

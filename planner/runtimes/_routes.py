@@ -46,6 +46,11 @@ class CallProfile:
     settings: set[str] = field(default_factory=set)
     """Names of float attributes of these modules that are not 0: a probability of 0 switches a module off."""
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many calls there were, and how many elements they were given."""
+        return self.calls.total(), self.elements.total()
+
     def beyond(self, other: CallProfile) -> list[str]:
         """Say in which modules and settings this step goes beyond another."""
         more = (self.calls - other.calls) | (self.elements - other.elements)

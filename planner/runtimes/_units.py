@@ -20,7 +20,7 @@ from planner.capture.failures import explain_failures
 from planner.capture.fsdp_internals import settings_of
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
+from planner.capture.joint_capture import NOT_CAPTURED, Backend, IsolatedCall
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.model_facts import of_model, units_of
 from planner.capture.parallel_events import found_by_autograd
@@ -231,9 +231,8 @@ class PlannedUnit:
         """The block whose code runs."""
         self.peaks_bytes: list[int] = []
         """Peaks of the graphs that were captured of it."""
-        self.call = IsolatedCall(
-            block, block.forward, self._partition, finish=watched, compiler=self.compiler, **AS_BLOCK
-        )
+        backend = Backend(self._partition, finish=watched, compiler=self.compiler, **AS_BLOCK)
+        self.call = IsolatedCall(block, block.forward, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, by an equal block's code if Dynamo's guards hold for it."""

@@ -23,6 +23,7 @@ from planner.capture.inputs import Inputs, Varying, check_plannable, varying_dim
 from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import (
     NOT_CAPTURED,
+    Backend,
     IsolatedCall,
     Stopped,
     differentiable_outputs,
@@ -301,17 +302,14 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self) -> tuple[IsolatedCall, IsolatedCall]:
         """Return a pair of captures, of fixed and of symbolic sizes."""
-        new = partial(
-            IsolatedCall,
-            self.model,
-            self._own_call,
+        backend = Backend(
             self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,
             make_program=self._program,
             compiler=self.compiler,
         )
-        return new(), new()
+        return IsolatedCall(self.model, self._own_call, backend), IsolatedCall(self.model, self._own_call, backend)
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Capture and plan a call ahead of it: the next one like it runs at once."""

@@ -130,10 +130,9 @@ class InductorRuntime(GraphRuntime):
         return found.code
 
     def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
-        forward, backward = drafts
         loss = self.options.loss or LossMemory()
         effort = effort_for(is_fake=is_fake(self.model))
-        peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.single_costs, loss, effort)
+        peak_bytes = peak_of_drafts(drafts, step.lowered, step.single_costs, loss, effort)
         return step.lowered.graph.total_static_bytes + peak_bytes
 
 

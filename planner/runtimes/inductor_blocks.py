@@ -34,8 +34,8 @@ from planner.measure.workspace import effort_for
 from planner.plans.block_kinds import with_few_kinds
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
-from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
+from planner.rewrite.inductor_peak import with_code
 from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes._units import BLOCK_BYTES, PlannedUnit, Step, bytes_alone, decisions_on, lowering, part_of
 from planner.runtimes.inductor import Compiles, check_can_compile

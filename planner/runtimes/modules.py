@@ -59,11 +59,8 @@ class ModulesRuntime(CallsInSituations):
         situation = self.situation(inputs)
         routes = self._routes.setdefault(situation, Routes(self.model))
         # Recorded here, and not taken from what was recorded before: it is seen which modules run.
-        plan = routes.plan(
-            lambda: study_alike(self.model, inputs, replace(self.options_for_call(), eager=None)),
-            self._planned,
-            self._keeps,
-        )
+        options = replace(self.options_for_call(), eager=None)
+        plan = routes.plan(lambda: study_alike(self.model, inputs, options), self._planned, self._keeps)
         checkpointed = routes.chosen
         by_name = dict(self.model.named_modules())
         if missing := [name for name in checkpointed if name not in by_name]:
@@ -74,7 +71,7 @@ class ModulesRuntime(CallsInSituations):
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
-        plan = plan_alike(self.model, study, self.options_for_call(), reuse=self.plan, must_match=self.must_match)
+        plan = plan_alike(self.model, study, self.options_for_call(), **self.known)
         self.put_in_force(plan)
         self.is_confirmed = True
         return plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -83,8 +83,7 @@ class PartsRuntime(CallsInSituations):
         self.complete_options(inputs)
         situation = self.situation(inputs)
         try:
-            known: dict[str, Any] = {"reuse": self.plan, "must_match": self.must_match}
-            made = plan_parts(self.model, inputs, self.options, without=self._eager, missed=self._missed, **known)
+            made = plan_parts(self.model, inputs, self.options, self._eager, self._missed, **self.known)
         except (InfeasibleBudgetError, CaptureError) as error:
             if situation not in self._before:
                 raise
@@ -117,9 +116,7 @@ class _PlannedParts(PlannedUnits):
     """The captured modules of a model, and counters of all others' calls."""
 
     def __init__(self, model: nn.Module, made: PartsPlan) -> None:
-        self.model = model
-        self.given = made.given
-        self.course = made.course
+        self.model, self.given, self.course = model, made.given, made.course
         super().__init__(model, made.plan, _PlannedPart)
         self.counted = {
             module: partial(self._count, path, module, module.forward)
@@ -174,16 +171,15 @@ def plan_parts(
     model: nn.Module,
     inputs: Inputs,
     options: Options,
-    *,
-    reuse: Plan | None = None,
-    must_match: bool = False,
     without: Collection[str] = (),
     missed: RandomStates | None = None,
+    **known: Any,
 ) -> PartsPlan:
     """Plan a step whose largest capturable modules are graphs, except those in ``without``.
 
     If the forward draws random numbers, the largest of several recorded steps is planned; one of them starts from the
-    states ``missed``. Raises CaptureError if nothing can be captured.
+    states ``missed``. ``known`` is for :func:`planner.session.step.plan_study`. Raises CaptureError if nothing can be
+    captured.
     """
     begun = time.perf_counter()
     options.search.tell("capturing the largest modules that can be")
@@ -191,13 +187,15 @@ def plan_parts(
     with explain_forward(model):
         followed, seen = _followed(model, inputs, options, missed)
     allowed = {path: calls for path, calls in seen.items() if not any(is_within(path, other) for other in without)}
-    with _explained(model):
+    said = f"a step of {type(model).__name__} cannot be followed"
+    with failing_as(lambda error: CaptureError(f"{said}: {in_one_line(error)}{raised_at(error)}")):
         found, left = followed.capture_parts(allowed, lowering(model, options))
-    blocks = {path: block for path, block in found.items() if _has_choice(block)}
-    if not blocks:
-        why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
-        raise CaptureError(f"no module of {type(model).__name__} that can be captured holds anything to choose{why}")
-    with _explained(model):
+        blocks = {path: block for path, block in found.items() if _has_choice(block)}
+        if not blocks:
+            why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
+            raise CaptureError(
+                f"no module of {type(model).__name__} that can be captured holds anything to choose{why}"
+            )
         step = lower_around(followed, blocks, inputs, options)
     lowered, blocks = step.lowered, step.units
     if followed.checkpoints:
@@ -205,13 +203,10 @@ def plan_parts(
     opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
     if opaque:
         raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
-    lowered = replace(
-        lowered,
-        warnings=tuple(_notes(followed, blocks, left, lowered.lowered.graph)),
-        capture_seconds=time.perf_counter() - begun,
-    )
+    notes = tuple(_notes(followed, blocks, left, lowered.lowered.graph))
+    lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - begun)
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
-    plan = replace(step, lowered=lowered).plan(model, options, study=study, reuse=reuse, must_match=must_match)
+    plan = replace(step, lowered=lowered).plan(model, options, study=study, **known)
     return PartsPlan(plan, _course(model, seen), {path: _described(seen[path][0].inputs) for path in blocks})
 
 
@@ -232,16 +227,12 @@ def _followed(
         seen = step.calls()
     if not step.draws:
         return step, seen
-    best = step.begins_with, seen
+    tried = [(step.begins_with, seen)]
     for states in ([missed] if missed else []) + _other_states():
         step.begins_with = states
-        try:
-            seen = step.calls()
-        except Exception:
-            continue
-        if _size(model, seen) > _size(model, best[1]):
-            best = states, seen
-    step.begins_with, seen = best
+        with suppress(Exception):
+            tried.append((states, step.calls()))
+    step.begins_with, seen = max(tried, key=lambda one: _course(model, one[1]).size)
     return step, seen
 
 
@@ -261,17 +252,6 @@ def _course(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> CallPro
         for call in calls:
             course.note(path, call.module, (call.inputs.args, call.inputs.kwargs))
     return course
-
-
-def _size(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int, int]:
-    course = _course(model, seen)
-    return course.calls.total(), course.elements.total()
-
-
-def _explained(model: nn.Module) -> AbstractContextManager[None]:
-    """Turn any error of a recorded step into a CaptureError of one line."""
-    said = f"a step of {type(model).__name__} cannot be followed"
-    return failing_as(lambda error: CaptureError(f"{said}: {in_one_line(error)}{raised_at(error)}"))
 
 
 def _described(inputs: Inputs) -> Any:

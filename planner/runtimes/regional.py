@@ -101,8 +101,7 @@ class RegionalRuntime(CallsInSituations):
     def _planned(self, inputs: Inputs) -> Plan:
         check_plannable(self.model, inputs)
         self.complete_options(inputs)
-        options = self.options_for_call()
-        plan = self._runtime.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
+        plan = self._runtime.plan(self.model, inputs, self.options_for_call(), **self.known)
         self.is_confirmed = True
         self.put_in_force(plan)
         return plan

@@ -54,12 +54,9 @@ _NO_TROUBLE = ("full-backward-hooks",)
 """Rules that an eager step may break."""
 
 
-def plan_eager(
-    model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> Plan:
-    """Plan one eager step; see :func:`plan_study`."""
-    study = study_alike(model, inputs, options)
-    return plan_alike(model, study, options, reuse=reuse, must_match=must_match)
+def plan_eager(model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
+    """Plan one eager step; see :func:`plan_alike`."""
+    return plan_alike(model, study_alike(model, inputs, options), options, **known)
 
 
 def study_alike(model: nn.Module, inputs: Inputs, options: Options) -> Study:

@@ -199,13 +199,11 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
 
     around = static_memory_of(model, joint.inputs, spec, options, blocks)
     lowered = lower(joint, context_of(model, spec, around, options))
-    step = partial(LoweredStep, spec=spec, static_memory=around, capture_seconds=joint.capture_seconds)
-    # Inductor writes in place by itself, and orders its code itself.
-    if joint.functional:
-        return step(lowered)
-    lowered = replace(lowered, graph=replace(lowered.graph, runs_after=runs_after(lowered)))
-    over = may_overwrite(lowered, on_cpu=spec.kind == "cpu")
-    return step(lowered, may_overwrite=over)
+    over: Mapping[int, Sequence[int]] = {}
+    if not joint.functional:  # Inductor writes in place by itself, and orders its code itself
+        lowered = replace(lowered, graph=replace(lowered.graph, runs_after=runs_after(lowered)))
+        over = may_overwrite(lowered, on_cpu=spec.kind == "cpu")
+    return LoweredStep(lowered, spec, around, capture_seconds=joint.capture_seconds, may_overwrite=over)
 
 
 def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options: Options) -> StepContext:
@@ -339,24 +337,18 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
 
 
 def plan_lowered(
-    model: nn.Module,
-    step: LoweredStep,
-    options: Options,
-    *,
-    study: Study | None = None,
-    reuse: Plan | None = None,
-    must_match: bool = False,
+    model: nn.Module, step: LoweredStep, options: Options, *, study: Study | None = None, **known: Any
 ) -> PlannedStep:
-    """Plan a lowered step, whose study may exist already; see :func:`plan_study`."""
+    """Plan a lowered step, whose study may exist already; ``known`` is for :func:`plan_study`."""
     study = study or study_lowered(model, step, options)
     try:
-        plan = plan_study(study, options, reuse=reuse, must_match=must_match)
+        plan = plan_study(study, options, **known)
     except PlanMismatchError:
         if not step.may_overwrite:
             raise
         # A plan that was made before operations wrote in place may need them one by one.
         study = study_lowered(model, replace(step, may_overwrite={}), options)
-        plan = plan_study(study, options, reuse=reuse, must_match=must_match)
+        plan = plan_study(study, options, **known)
     return PlannedStep.of(step, study, plan)
 
 
@@ -380,12 +372,7 @@ def _assumptions(joint: JointGraph) -> Iterator[Finding]:
 
 
 def problems_of(
-    model: nn.Module,
-    options: Options,
-    *,
-    outside_bytes: int,
-    returned_cache: bool = False,
-    allowed: Collection[str] = (),
+    model: nn.Module, options: Options, outside_bytes: int, returned_cache: bool = False, allowed: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Yield the problems that can be found without running the forward; ``planner.check`` finds more."""
     subject = Subject(

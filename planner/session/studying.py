@@ -95,12 +95,7 @@ def options_of_study(options: Options, default: str = "graph") -> Options:
 
 
 def study_step(
-    model: nn.Module,
-    inputs: Inputs,
-    options: Options,
-    loss_fn: LossFunction | None = None,
-    *,
-    beside_eager: bool = False,
+    model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunction | None = None, beside_eager: bool = False
 ) -> Study:
     """Return the study of a step by :func:`options_of_study`; eager's own is recorded only with ``beside_eager``."""
     check_model(model)

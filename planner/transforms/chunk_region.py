@@ -99,10 +99,7 @@ def region_around(joint: JointGraph, seed: fx.Node, rows: int) -> ChunkRegion | 
 
 class _Growth:
     def __init__(self, joint: JointGraph, seed: fx.Node, rows: int, joins_wide: bool) -> None:
-        self.joint = joint
-        self.seed = seed
-        self.rows = rows
-        self.joins_wide = joins_wide
+        self.joint, self.seed, self.rows, self.joins_wide = joint, seed, rows, joins_wide
         (tensor,) = tensors_of(seed)[:1]
         self.width = tensor.numel() // rows
         self.splits: dict[fx.Node, Split] = {}

@@ -103,7 +103,7 @@ class Call:
 
     def argument(self, position: int, default: Any = None) -> Any:
         """Return a positional argument."""
-        return argument(self.node, position, default)
+        return self.node.args[position] if position < len(self.node.args) else default
 
     def lead(self, node: fx.Node) -> Lead | None:
         """Say how a node's first tensor holds the rows."""
@@ -323,11 +323,6 @@ RULES: dict[Any, Rule] = {
 def shape_of(node: fx.Node) -> torch.Size:
     """Return the shape of a node's first tensor."""
     return tensors_of(node)[0].shape
-
-
-def argument(node: fx.Node, position: int, default: Any = None) -> Any:
-    """Return a positional argument of a call."""
-    return node.args[position] if position < len(node.args) else default
 
 
 def dims_of(given: int | Sequence[int] | None, count: int) -> set[int]:

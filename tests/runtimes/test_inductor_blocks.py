@@ -19,8 +19,7 @@ from planner.common.options import grouped
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
-from planner.rewrite.block_code import with_code
-from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.rewrite.inductor_peak import peak_of_drafts, with_code
 from planner.runtimes import inductor_blocks
 from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Layers, Stack, TransformerBlock, linear, perceptron, rows
@@ -78,7 +77,7 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
         tangents = (value for node in lowered.joint.tangents for value in lowered.storage_of[node])
         tangents_bytes = sum(code.graph.values[value].size_bytes for value in tangents)
         # In the other the gradient that comes in is resident, like the block's input.
-        expected_bytes = peak_of_drafts(*drafts, lowered, costs, LossMemory(), effort)
+        expected_bytes = peak_of_drafts(drafts, lowered, costs, LossMemory(), effort)
         assert expected_bytes <= found_bytes <= expected_bytes + tangents_bytes
     assert drafted
 

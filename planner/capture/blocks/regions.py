@@ -188,9 +188,7 @@ class Step:
     def __init__(
         self, model: nn.Module, inputs: Inputs, elsewhere: TargetDevice | None = None, *, real: bool = False
     ) -> None:
-        self.model = model
-        self.elsewhere = elsewhere
-        self.is_real = real
+        self.model, self.elsewhere, self.is_real = model, elsewhere, real
         self.begins_with: RandomStates | None = None
         """The random states that a step begins with, where these are not the ones at hand."""
         self.masking = masking_of(model, inputs)
@@ -221,16 +219,13 @@ class Step:
         """Capture every block that can be captured; return the reasons for the others, by their paths."""
         blocks: dict[str, Block] = {}
         left: dict[str, str] = {}
-        captures = self._captures(compiler=compiler)
+        captures = Captures(elsewhere=self.elsewhere, compiler=compiler, **AS_BLOCK)
         for path, calls in self._seen(self.find_blocks()).items():
             try:
                 blocks[path] = self._captured(path, _only(calls), captures, lower)
             except CaptureError as error:
                 left[path] = str(error)
         return blocks, left
-
-    def _captures(self, **options: Any) -> Captures:
-        return Captures(elsewhere=self.elsewhere, **AS_BLOCK, **options)
 
     def _captured(self, path: str, call: SeenCall, captures: Captures, lower: Lower) -> Block:
         if call.has_settings:
@@ -266,7 +261,7 @@ class Step:
         """
         parts: dict[str, Block] = {}
         left: dict[str, str] = {}
-        captures = self._captures()
+        captures = Captures(elsewhere=self.elsewhere, **AS_BLOCK)
 
         def descend(path: str, module: nn.Module) -> None:
             if path in seen and not _is_single(module):
@@ -298,38 +293,24 @@ class Step:
         A block whose backward does not run saves all the same, for as long as what it returned lives. That is what
         eager does, so it is recorded as eager, and left out of the blocks that come second.
         """
-        known: dict[str, Any] = {"gradients": gradients or Gradients(), "units": units or {}, "outputs": outputs}
-        traced: Callable[..., Recorder] = partial(self._traced, loss=loss, **known)
-        recorder = traced(blocks)
-        differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
-        used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
-        if len(used) == len(blocks):
-            return recorder, used
-        if not used:
-            raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
-        return traced(used), used
-
-    def _traced(
-        self,
-        blocks: Mapping[str, Block],
-        loss: LossMemory | None,
-        gradients: Gradients,
-        units: Mapping[str, Sequence[nn.Module]],
-        outputs: str,
-    ) -> Recorder:
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): self._stand_in(block, recorder) for path, block in blocks.items()
         }
-        for path, modules in units.items():
+        for path, modules in (units or {}).items():
             calls = UnitCalls(path, modules)
             for each in modules:
                 run = replacing.get(each, each.forward)
                 replacing[each] = partial(calls.followed, recorder.turn, each, run)
-        with self._following(replacing, recorder), gradients.followed(recorder, self.state) as recorder.found:
+        found = (gradients or Gradients()).followed(recorder, self.state)
+        with self._following(replacing, recorder), found as recorder.found:
             self._follow(recorder, loss, outputs)
         self.checkpoints = recorder.checkpoints
-        return recorder
+        differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
+        used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
+        if blocks and not used:
+            raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
+        return (recorder, used) if len(used) == len(blocks) else self.trace(used, loss, gradients, units, outputs)
 
     def _stand_in(self, block: Block, recorder: Recorder) -> _StandIn:
         places = [self._meant.get(id(place), place) for place in block.places]
@@ -497,10 +478,7 @@ class _StandIn:
     def __init__(
         self, block: Block, recorder: Recorder, places: Sequence[torch.Tensor | int], forward: Callable[..., Any] | None
     ) -> None:
-        self.block = block
-        self.recorder = recorder
-        self.places = places
-        self.forward = forward
+        self.block, self.recorder, self.places, self.forward = block, recorder, places, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called = Inputs(args, kwargs).tensors()

@@ -25,25 +25,15 @@ RETURN_TARGET = "returns"
 
 
 def put_together(
-    inputs: list[torch.Tensor],
-    trace: Recorder,
-    blocks: Mapping[str, Block],
-    context: StepContext,
-    units: Units | None = None,
+    inputs: list[torch.Tensor], trace: Recorder, blocks: Mapping[str, Block], context: StepContext, units: Units | None
 ) -> LoweredGraph:
     """Return the graph of a model given ``inputs``, whose ``units`` FSDP2 shards, in O(operations + reads)."""
     builder = Builder(trace, blocks, context)
     if units:
         builder.spread = spread_gradients(units, trace.gradients)
         builder.shard(units, builder.gradient_of)
-    graph = builder.run()
-    joint = JointGraph.without_graph(inputs)
-    return LoweredGraph(
-        joint,
-        graph,
-        builder.operation_nodes,
-        parts={block.lowered.joint.graph: block.lowered for block in blocks.values()},
-    )
+    parts = {block.lowered.joint.graph: block.lowered for block in blocks.values()}
+    return LoweredGraph(JointGraph.without_graph(inputs), builder.run(), builder.operation_nodes, parts=parts)
 
 
 def prefixed(path: str, key: str) -> str:
@@ -65,8 +55,7 @@ class Builder(StepBuilder):
 
     def __init__(self, trace: Recorder, blocks: Mapping[str, Block], context: StepContext) -> None:
         super().__init__(context)
-        self.trace = trace
-        self.blocks = blocks
+        self.trace, self.blocks = trace, blocks
         self.spread: set[int] = set()
         """Storages of gradients that FSDP2 spreads, and then frees."""
         self.value_of: dict[int | None, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -161,18 +162,11 @@ class _Lowering(StepBuilder):
         )
 
     def _add_note(
-        self,
-        target: str,
-        module: str,
-        reads: Iterable[int],
-        makes: Iterable[int] = (),
-        *,
-        state_bytes: int = 0,
-        of: str = "",
+        self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), of: str = "", **facts: Any
     ) -> int:
         """Add an operation that costs nothing, of a module if nothing else is said."""
         name = f"{target} {of}" if of else f"{target} of {module}"
-        index = self.add(target, reads, makes, name=name, module=module, state_bytes=state_bytes)
+        index = self.add(target, reads, makes, name=name, module=module, **facts)
         self.noted[target, of or module] = index
         return index
 

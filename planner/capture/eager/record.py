@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,30 +31,21 @@ from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerE
 from planner.ir.static_memory import LossMemory
 
 
-def record(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    loss: LossMemory | None = None,
-    gradients: Gradients | None = None,
-    elsewhere: TargetDevice | None = None,
-    outputs: str = HELD,
-    may_run: bool = True,
-) -> Trace:
+def record(model: nn.Module, inputs: Inputs, *, may_run: bool = True, **around: Any) -> Trace:
     """Record one training step: without data where the program allows that, else for real if it may run.
 
-    The model is left as it was, its gradients, buffers, attributes and the random state included. Without a loss
-    outside the model what that returns is differentiated. ``outputs`` says whether all else that it returns is dropped
-    before the backward; see :class:`planner.common.options.Training`. ``elsewhere`` is the device that the step is for,
-    where that is not here and the step is recorded without data. A CaptureError says that the step fails, that it
-    cannot be recorded without data, or that nothing in it requires gradients; a UsageError that the model calls
-    ``torch.utils.checkpoint`` itself.
+    The model is left as it was, its gradients, buffers, attributes and the random state included. ``around`` it are a
+    ``loss`` outside the model (without one what that returns is differentiated), ``gradients`` that are there, and
+    ``outputs``, which says whether all else that it returns is dropped before the backward; see
+    :class:`planner.common.options.Training`. ``elsewhere`` is the device that the step is for, where that is not here
+    and the step is recorded without data. A CaptureError says that the step fails, that it cannot be recorded without
+    data, or that nothing in it requires gradients; a UsageError that the model calls ``torch.utils.checkpoint`` itself.
     """
     # The backward of a recording ends where the model begins, whatever inputs and parameters were computed from.
     inputs = inputs.map_tensors(_as_leaf)
     computed = {path: _as_leaf(tensor) for path, tensor in state_of(model).items() if not tensor.is_leaf}
     with other_state(model, computed):
-        return _Recording(model, inputs, loss, gradients or Gradients(), elsewhere, outputs).trace(may_run=may_run)
+        return _Recording(model, inputs, **around).trace(may_run=may_run)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,10 +58,10 @@ class _Recording:
 
     model: nn.Module
     inputs: Inputs
-    loss: LossMemory | None
-    gradients: Gradients
-    elsewhere: TargetDevice | None
-    outputs: str
+    loss: LossMemory | None = None
+    gradients: Gradients = field(default_factory=Gradients)
+    elsewhere: TargetDevice | None = None
+    outputs: str = HELD
 
     def trace(self, *, may_run: bool) -> Trace:
         """Record without data where the program allows that, else for real if it may run."""

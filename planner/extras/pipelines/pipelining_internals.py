@@ -10,19 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as of_torch
 
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.extras.pipelines.schedules import Pass, passes
 
-_FORWARD, _BACKWARD = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+_FORWARD, _BACKWARD = of_torch._ComputationType.FORWARD, of_torch._ComputationType.FULL_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -38,8 +32,8 @@ class RankOfPipeline:
     @classmethod
     def of(cls, schedule: Any) -> RankOfPipeline:
         """Read a schedule; UsageError or RuntimeUnsupportedError, with what to do, for one that no plan goes with."""
-        is_single = isinstance(schedule, PipelineScheduleSingle)
-        if not (is_single or isinstance(schedule, PipelineScheduleMulti)):
+        is_single = isinstance(schedule, of_torch.PipelineScheduleSingle)
+        if not (is_single or isinstance(schedule, of_torch.PipelineScheduleMulti)):
             raise UsageError(
                 f"wrap_pipeline takes a schedule of torch.distributed.pipelining, not {type(schedule).__name__}: "
                 "make the stages and the schedule as without a plan, and pass the schedule"
@@ -61,7 +55,7 @@ class RankOfPipeline:
     @property
     def is_single(self) -> bool:
         """Whether each rank has one stage."""
-        return isinstance(self.schedule, PipelineScheduleSingle)
+        return isinstance(self.schedule, of_torch.PipelineScheduleSingle)
 
     @property
     def group(self) -> Any:
@@ -76,11 +70,8 @@ class RankOfPipeline:
     @property
     def facts(self) -> dict[str, str | int]:
         """What all ranks must have in common."""
-        return {
-            "schedule": type(self.schedule).__name__,
-            "micro-batches": self.micro_batches,
-            "stages": self.stages[0].num_stages,
-        }
+        name, stages = type(self.schedule).__name__, self.stages[0].num_stages
+        return {"schedule": name, "micro-batches": self.micro_batches, "stages": stages}
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of one micro-batch, of those of ``schedule.step``."""
@@ -99,9 +90,9 @@ class RankOfPipeline:
 def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int | None]:
     """Return the order of a schedule with one stage on each rank; torch's own list of 1F1B is not what it runs."""
     count = schedule._n_microbatches
-    if type(schedule) is ScheduleGPipe:
+    if type(schedule) is of_torch.ScheduleGPipe:
         return passes(count, warm_up=count), None
-    if type(schedule) is Schedule1F1B:
+    if type(schedule) is of_torch.Schedule1F1B:
         stages_after = stage.num_stages - stage.stage_index - 1
         return passes(count, warm_up=min(count, stages_after)), min(count, stages_after + 1)
     raise _unknown(schedule)
@@ -109,7 +100,7 @@ def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int 
 
 def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[Pass, ...]:
     """Return the order of a schedule with several stages on each rank."""
-    if type(schedule) not in (ScheduleInterleaved1F1B, ScheduleLoopedBFS):
+    if type(schedule) not in (of_torch.ScheduleInterleaved1F1B, of_torch.ScheduleLoopedBFS):
         raise _unknown(schedule)
     if len(stages) == stages[0].num_stages:
         raise RuntimeUnsupportedError(

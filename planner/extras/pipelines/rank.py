@@ -51,7 +51,7 @@ _Sizes = tuple[Inputs, list[torch.Tensor]]
 """What a stage is given for one micro-batch, and what it gives."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Captured:
     stage: Any
     inputs: Inputs
@@ -152,13 +152,8 @@ class _Rank:
         end_bytes = left[-1] + self._merged_bytes()
         if self.unit is not None:
             left, end_bytes = self._gathered(self.unit, left)
-        device = Device(
-            rank.stages[0].group_rank,
-            [stage.part for stage in stages],
-            self._around(),
-            loads(rank.order, len(stages), left[:-1]),
-            end_bytes,
-        )
+        parts, held = [stage.part for stage in stages], loads(rank.order, len(stages), left[:-1])
+        device = Device(rank.stages[0].group_rank, parts, self._around(), held, end_bytes)
         budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
         if made is None:
@@ -198,15 +193,8 @@ class _Rank:
             received=[v for v in at_turn.outputs if study.graph.values[v].kind == "tangent"],
             loss=taken,
         )
-        return _Captured(
-            stage=stage,
-            inputs=inputs,
-            outputs=outputs,
-            options=options,
-            study=study,
-            part=part,
-            boundary=self._boundary(stage, inputs, study.graph, taken),
-        )
+        boundary = self._boundary(stage, inputs, study.graph, taken)
+        return _Captured(stage, inputs, outputs, options, study, part, boundary)
 
     def _with_loss(self, stage: Any, inputs: Inputs) -> tuple[Options, LossPasses | None]:
         """Return the options for a stage, and what the loss takes if it is the last.
@@ -226,12 +214,9 @@ class _Rank:
         returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * (not stage.is_first)
         if taken is None:
             return Boundary(sent_bytes=made_bytes, returned_bytes=returned_bytes)
-        kept_bytes = made_bytes * self.return_outputs
-        return Boundary(
-            returned_bytes=returned_bytes,
-            output_bytes=made_bytes - kept_bytes,
-            kept_bytes=kept_bytes + taken.held_bytes,
-        )
+        output_bytes = made_bytes * (not self.return_outputs)
+        kept_bytes = made_bytes - output_bytes + taken.held_bytes
+        return Boundary(returned_bytes=returned_bytes, output_bytes=output_bytes, kept_bytes=kept_bytes)
 
     def _around(self) -> StaticMemory:
         """Count what is resident: modules, what every micro-batch is given, and buffers for gradients to arrive in."""
@@ -350,11 +335,10 @@ def wrap_pipeline(
     with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
         facts = made_by_all(lambda: _checked(rank), "checked its stages", rank.group)
         check_alike(facts, "pipeline", "All ranks must make the same schedule, with as many micro-batches")
-        made_for = partial(_Rank, rank, _sizes(rank, example), labels, return_outputs)
-        planned: list[tuple[StagePlan, list[_Captured]]] = []
+        sizes, planned = _sizes(rank, example), list[tuple[StagePlan, list[_Captured]]]()
 
         def plan() -> None:
-            planned.append(made_for(options).planned())
+            planned.append(_Rank(rank, sizes, labels, return_outputs, options).planned())
 
         made_by_all(plan, "planned its stages", rank.group)
     made, stages = planned[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.layers import find_layers
@@ -20,7 +19,7 @@ _HANDED_OVER = "a pipeline's communication"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of a pipeline: paths of its layers, its operations of the whole step, and its step for one micro-batch.
+    """One stage of a pipeline: the paths of its layers, and its step for one micro-batch.
 
     Between forward and backward of its graph stands an operation during which nothing runs, ``wait``. The values
     ``beside`` stand for what is held beside the micro-batch: in its forward what others save (of kind
@@ -28,7 +27,6 @@ class Stage:
     """
 
     layers: tuple[str, ...]
-    operations: tuple[int, ...]
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     wait: int
@@ -36,15 +34,12 @@ class Stage:
     gradient_bytes: int
     """Gradients of its parameters."""
 
-    def problem(
-        self, budget_bytes: int, beside_bytes: Sequence[int] | None = None, most_saved_bytes: int | None = None
-    ) -> Problem:
+    def problem(self, budget_bytes: int, beside_bytes: Sequence[int], most_saved_bytes: int | None = None) -> Problem:
         """Return the problem of this stage for one micro-batch while others are in flight, what is resident left out.
 
         What a micro-batch may hold while it waits for its backward can be bounded.
         """
         values, costs, bound_bytes = list(self.graph.values), list(self.costs), 0
-        beside_bytes = beside_bytes or (0,) * len(self.beside)
         for value, size_bytes in zip(self.beside, beside_bytes, strict=True):
             values[value] = replace(values[value], size_bytes=size_bytes)
         if most_saved_bytes is not None:
@@ -86,88 +81,60 @@ def whole_stage(
     Of its values, ``input_gradients`` are sent on and not added up, and ``received`` are resident: buffers that
     gradients arrive in. The last stage has a loss in place of those.
     """
-    made = Builder(graph)
-    made.values = list(graph.values)
+    values = list(graph.values)
     for index in input_gradients:
-        made.values[index] = replace(made.values[index], kind="tangent")
+        values[index] = replace(values[index], kind="tangent")
     for index in received if loss is None else ():
-        made.values[index] = replace(made.values[index], size_bytes=0)
-    turn = graph.loss_index
-    forward, backward = made.others(Phase.FORWARD), made.others(Phase.LOSS)
-    made.hand_over("pass begins", Phase.FORWARD, receives=forward)
-    made.operations += graph.operations[:turn]
-    made.costs += costs[:turn]
-    saved: tuple[int, ...] = ()
-    if loss is not None:
-        saved = (made.new(Value(name="saved by the loss", size_bytes=loss.saved_bytes)),)
-        held = made.new(Value(name="loss", size_bytes=loss.held_bytes, retained=True, kind="output"))
-        made.hand_over("loss forward", Phase.LOSS, receives=(*saved, held), workspace_bytes=loss.forward_bytes)
-    wait = len(made.operations)
-    made.hand_over("wait", Phase.LOSS, receives=backward, sends=forward)
+        values[index] = replace(values[index], size_bytes=0)
+
+    def new(*made: Value) -> tuple[int, ...]:
+        values.extend(made)
+        return tuple(range(len(values) - len(made), len(values)))
+
+    def others(phase: Phase) -> tuple[int, ...]:
+        return new(
+            Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT),
+            Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient"),
+        )
+
+    turn, runs = graph.loss_index, list(zip(graph.operations, costs, strict=True))
+    forward, backward = others(Phase.FORWARD), others(Phase.LOSS)
+    before = [_handed_over("pass begins", Phase.FORWARD, receives=forward), *runs[:turn]]
     at_turn = graph.operations[turn]
-    made.operations.append(replace(at_turn, inputs=(*at_turn.inputs, *saved)))
-    made.costs.append(OperationCost(seconds=0.0, workspace_bytes=loss.backward_bytes if loss else 0))
-    made.operations += graph.operations[turn + 1 :]
-    made.costs += costs[turn + 1 :]
-    made.hand_over("pass ends", Phase.BACKWARD, sends=backward)
-    layers = dict.fromkeys(layer for layer in find_layers(graph).of if layer)
-    return made.finish(
-        layers=tuple(layers),
-        operations=tuple(range(len(graph.operations))),
-        wait=wait,
+    if loss is not None:
+        saved = new(Value(name="saved by the loss", size_bytes=loss.saved_bytes))
+        held = new(Value(name="loss", size_bytes=loss.held_bytes, retained=True, kind="output"))
+        before.append(_handed_over("loss forward", Phase.LOSS, (*saved, *held), workspace_bytes=loss.forward_bytes))
+        at_turn = replace(at_turn, inputs=(*at_turn.inputs, *saved))
+    after = [
+        _handed_over("wait", Phase.LOSS, receives=backward, sends=forward),
+        (at_turn, OperationCost(seconds=0.0, workspace_bytes=loss.backward_bytes if loss else 0)),
+        *runs[turn + 1 :],
+        _handed_over("pass ends", Phase.BACKWARD, sends=backward),
+    ]
+    operations, costs = zip(*before, *after, strict=True)
+    return Stage(
+        layers=tuple(dict.fromkeys(layer for layer in find_layers(graph).of if layer)),
+        graph=replace(graph, operations=operations, values=tuple(values), static_bytes={}, runs_after=None),
+        costs=costs,
+        wait=len(before),
         beside=(*forward, *backward),
         gradient_bytes=gradient_bytes,
     )
 
 
-class Builder:
-    """Builds the graph of one stage, or of one layer of a whole step, operation by operation."""
-
-    def __init__(self, whole: TrainingGraph) -> None:
-        self.whole = whole
-        self.values: list[Value] = []
-        self.operations: list[Operation] = []
-        self.costs: list[OperationCost] = []
-
-    def new(self, value: Value) -> int:
-        """Add a value."""
-        self.values.append(value)
-        return len(self.values) - 1
-
-    def others(self, phase: Phase) -> tuple[int, int]:
-        """Add what stands for others' micro-batches, from that phase on."""
-        return (
-            self.new(Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT)),
-            self.new(Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient")),
-        )
-
-    def hand_over(
-        self,
-        name: str,
-        phase: Phase,
-        *,
-        receives: Sequence[int] = (),
-        sends: Sequence[int] = (),
-        workspace_bytes: int = 0,
-    ) -> None:
-        """Add an operation that takes no time."""
-        self.operations.append(
-            Operation(
-                name=name,
-                key=f"|{name}|{phase[0]}0",
-                target=f"{_HANDED_OVER}: {name}",
-                inputs=tuple(sends),
-                outputs=tuple(receives),
-                phase=phase,
-                recomputable=False,
-                dtype="",
-            )
-        )
-        self.costs.append(OperationCost(seconds=0.0, workspace_bytes=workspace_bytes))
-
-    def finish(self, **facts: Any) -> Stage:
-        """Return the stage."""
-        graph = replace(
-            self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={}, runs_after=None
-        )
-        return Stage(graph=graph, costs=tuple(self.costs), **facts)
+def _handed_over(
+    name: str, phase: Phase, receives: tuple[int, ...] = (), sends: tuple[int, ...] = (), workspace_bytes: int = 0
+) -> tuple[Operation, OperationCost]:
+    """Return an operation that takes no time."""
+    operation = Operation(
+        name=name,
+        key=f"|{name}|{phase[0]}0",
+        target=f"{_HANDED_OVER}: {name}",
+        inputs=sends,
+        outputs=receives,
+        phase=phase,
+        recomputable=False,
+        dtype="",
+    )
+    return operation, OperationCost(seconds=0.0, workspace_bytes=workspace_bytes)
