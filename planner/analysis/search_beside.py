@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 from planner.analysis.study import Study
 from planner.common.options import Search
@@ -41,41 +41,27 @@ class SearchBeside:
         with tempfile.TemporaryFile() as given:
             pickle.dump((study, {**asked, "search": search}), given)
             given.seek(0)
-            self._process = _started(given, self._found)
-        if self._process is not None:
-            weakref.finalize(self, _end, self._process)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM],
+                stdin=given, stdout=self._found, stderr=subprocess.DEVNULL, env=environment,
+            )  # fmt: skip
+        weakref.finalize(self, self._process.kill)
 
     @property
     def is_over(self) -> bool:
         """Whether the process has ended."""
-        return self._process is None or self._process.poll() is not None
+        return self._process.poll() is not None
 
     def take(self) -> bool:
         """Take what a process that is over has found, and return whether it is better than the plan in force."""
-        if self._process is None or self._process.returncode:
+        if self._process.returncode:
             _log.info("the search beside training failed: the plan stays as it is")
             return False
         self._found.seek(0)
         found = json.load(self._found)
         solution_cache.remember(found["solutions"])
         return bool(found["added_seconds"] < self._plan.added_seconds - _BETTER * self._plan.step_seconds)
-
-
-def _started(given: IO[bytes], found: IO[bytes]) -> subprocess.Popen[bytes] | None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM], stdin=given, stdout=found, stderr=subprocess.DEVNULL, env=environment
-        )
-    except OSError as error:
-        _log.info("no search beside training: %s", error)
-        return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -27,9 +26,6 @@ _KEPT = 4096
 """How many programs are kept, those that differ in nothing but a number among them."""
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-_FIXED: tuple[()] = ()
-"""Stands for sizes and numbers where none varies."""
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -69,7 +65,8 @@ class Programs:
 
     def __init__(self, make: MakeProgram, *, is_sized: bool) -> None:
         self._make, self._is_sized = make, is_sized
-        self._joint: JointGraph | None = None
+        self._joint: Any = None
+        """What was captured; None if nothing requires gradients."""
         self._given = 0
         self._tensors: list[int] = []
         """Positions of the program's inputs that are no numbers."""
@@ -122,8 +119,8 @@ class Programs:
     def choose(self, given: Sequence[Any]) -> None:
         """Choose the program for these inputs, which the next call runs."""
         if self._joint is None:
-            return  # nothing requires gradients
-        key: Any = _FIXED, _FIXED
+            return
+        key: Any = (), ()
         if self._is_sized:
             key, given = self._key(given)
         known = self._programs.get(self._numbers.get(key, -1))
@@ -142,7 +139,6 @@ class Programs:
         return (sizes, tuple(numbers.values())), given
 
     def _program(self, sizes: tuple[int, ...], given: Sequence[Any]) -> Program:
-        assert self._joint is not None
         made = self._made.get(sizes)
         if made is not None and made.at is not None:
             return made.at(given)
@@ -169,21 +165,16 @@ class Programs:
             arguments[:] = [arguments[at] for at in self._tensors]
         results = list(self._programs[number].forward(arguments))
         if self._reads_numbers:  # what it saves of these comes last, and AOTAutograd knows of one number alone
-            assert self._joint is not None
-            saved = [
-                *dropwhile(lambda result: isinstance(result, torch.Tensor), results[self._joint.num_forward_outputs :])
-            ]
-            self._num_saved[number] = len(saved)
-            results = results[: len(results) - len(saved)]
-            results[self._joint.num_forward_outputs : self._joint.num_forward_outputs] = [
-                torch.tensor(x, dtype=_DTYPES[type(x)]) for x in saved
-            ]
+            first = self._joint.num_forward_outputs
+            tensors = [x for x in results[first:] if isinstance(x, torch.Tensor)]
+            self._num_saved[number] = len(results) - first - len(tensors)
+            saved = results[first + len(tensors) :]
+            results[first:] = [*(torch.tensor(x, dtype=_DTYPES[type(x)]) for x in saved), *tensors]
         return [*results, number]
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         """Run the backward whose number was saved; numbers have no gradients."""
         number = arguments.pop(0)
-        assert self._joint is not None
         if number not in self._programs:
             raise RuntimeUnsupportedError(f"over {_KEPT} forwards, each with another number, wait for their backwards")
         if self._reads_numbers:

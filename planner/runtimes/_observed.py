@@ -229,14 +229,13 @@ class ObservedCalls:
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan the first call ahead of it."""
-        self._first_planned(lambda: self._running.plan_for(inputs))
-        assert self.plan is not None
-        self._tell_once(self.plan)
-        return self.plan
+        plan = self._first_planned(lambda: self._running.plan_for(inputs))
+        self._tell_once(plan)
+        return plan
 
-    def _tell_once(self, plan: Plan) -> None:
+    def _tell_once(self, plan: Plan | None) -> None:
         """Say in one line what the first plan comes to; of several ranks one does."""
-        if not self._is_told and os.environ.get("RANK", "0") == "0":
+        if plan is not None and not self._is_told and os.environ.get("RANK", "0") == "0":
             print(brief(plan), file=sys.stderr)
         self._is_told = True
 
@@ -317,8 +316,7 @@ class ObservedCalls:
             if is_largest and self._known_plans and not self._is_fixed and self._options.budget.size is not None:
                 self._to_measure, self._as_planned = max(self._to_measure, 2), 0
             self._known_plans.append(self.plan)
-            if self.plan is not None:
-                self._tell_once(self.plan)
+            self._tell_once(self.plan)
             self._planned_for[id(self._running.plan)] = self._kind
             step.close(is_spoiled=True)
         if not self._to_watch and not step.is_logged:

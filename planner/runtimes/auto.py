@@ -222,10 +222,9 @@ class AutoRuntime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
-        is_known = self._running.plan is not None and not self._running.is_searching
-        if not self._is_compared and torch.is_grad_enabled() and is_known:
-            assert self._running.plan is not None
-            self._compare(self._running.plan, Inputs(args, kwargs))
+        running = self._running
+        if not self._is_compared and torch.is_grad_enabled() and running.plan is not None and not running.is_searching:
+            self._compare(running.plan, Inputs(args, kwargs))
         if not self._may_change:
             return self._running(*args, **kwargs)
         self._current = self._running
@@ -264,14 +263,13 @@ class AutoRuntime:
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan a call ahead of it; see :class:`planner.runtimes.ReplannedModel`."""
-        first = candidates(self._model)[0]
         if self._running.plan is not None:
             self._running.plan_for(inputs)
         else:
             try:
                 planned: Plan | Refusal = self._running.plan_for(inputs)
             except PlannerError as error:
-                planned = Refusal(first, error)
+                planned = Refusal(candidates(self._model)[0], error)
             if not self._running.is_searching:  # else a call compares, once the better plan is known
                 self._compare(planned, inputs)
         assert self.plan is not None

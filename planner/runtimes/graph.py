@@ -116,10 +116,6 @@ class PlansBySize:
         above = [known for known in reversed(self._plans) if elements(known) >= least]
         return min(above, key=elements) if above else max(self._plans, key=elements, default=None)
 
-    def forget(self, plan: Plan) -> None:
-        """Forget a plan, for which there is a better one."""
-        self._plans = {sizes: known for sizes, known in self._plans.items() if known is not plan}
-
     def add(self, sizes: InputSizes, plan: Plan) -> None:
         """Store a plan, unless it is that of sizes that are little larger."""
         self.largest = max(self.largest, elements(sizes))
@@ -181,7 +177,7 @@ class GraphRuntime(PlannedCalls):
         """How many calls in a row, up to the last, were captured."""
         self._changes = ""
         """What is no longer so, if a capture is one too many."""
-        self._new_calls()
+        self._calls = [self._new_pair()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the known program for a call, or capture one."""
@@ -297,9 +293,6 @@ class GraphRuntime(PlannedCalls):
             self.complete_options(inputs)
             self._completed_for = situation
 
-    def _new_calls(self) -> None:
-        self._calls = [self._new_pair()]
-
     def _new_pair(self) -> tuple[IsolatedCall, IsolatedCall]:
         """Return a pair of captures, of fixed and of symbolic sizes."""
         backend = Backend(
@@ -326,14 +319,9 @@ class GraphRuntime(PlannedCalls):
         """Plan under other options from the next call on, with the graphs that were captured; Inductor's are code."""
         if self.compiler is not aot_backend or not self._graphs:
             return False
-        self.options, self._completed_for = options, None
-        self._forget_plans()
-        return True
-
-    def _forget_plans(self) -> None:
-        """Plan each size again when it is called next."""
-        self._generation += 1
+        self.options, self._completed_for, self._generation = options, None, self._generation + 1
         self._plans, self._sized, self._beside, self._searched = PlansBySize(), {}, None, None
+        return True
 
     @property
     def is_searching(self) -> bool:
@@ -350,20 +338,16 @@ class GraphRuntime(PlannedCalls):
         with log_progress(type(self.model).__name__):
             if joint.varies:
                 if joint.graph not in self._sized:
-                    self._sized[joint.graph] = SizedPrograms(
-                        self.model, self._at_new_sizes, self._followed, self._entering
-                    )
+                    # Each of many sizes would have a search beside.
+                    plan = partial(self._plain, waits=True)
+                    self._sized[joint.graph] = SizedPrograms(self.model, plan, self._followed, self._entering)
                 return self._sized[joint.graph].program(joint, given)
-            self._complete_for(self._inputs)
             forward, backward = map(boxed, self.partition(joint))
             assert self.plan is not None
             return Program(forward, backward, self._entering(self.plan))
 
-    def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
-        self._complete_for(self._inputs)
-        return self._plain(joint, waits=True)  # one of many sizes, each of which would have a search beside
-
     def _plain(self, joint: JointGraph, *, waits: bool = False) -> PlannedStep:
+        self._complete_for(self._inputs)
         step = self.planned(joint, waits=waits)
         self._remember(step, joint)
         self.is_confirmed = True
@@ -479,8 +463,7 @@ class GraphRuntime(PlannedCalls):
         if self._beside is not None and plan is self._beside[1].plan and self._beside[0].is_over and not awaiting():
             (beside, step), self._beside = self._beside, None
             if beside.take():
-                self._searched = step
-                self._plans.forget(step.plan)
+                self._searched, self._plans = step, PlansBySize()
                 return False
         if generation == self._generation:
             self.plan = plan or self.plan
@@ -492,7 +475,7 @@ class GraphRuntime(PlannedCalls):
         """Plan for these outputs from the next call on."""
         self._expected = positions
         self._graphs = 0
-        self._new_calls()
+        self._calls = [self._new_pair()]
 
 
 def marked(inputs: Inputs) -> list[torch.Tensor]:
