@@ -15,8 +15,6 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import numpy as np
-
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,6 +105,8 @@ def in_stages(sizes: Sizes, depths: Sequence[int], **options: Any) -> Made:
 
 def convnext(sizes: Sizes, depths: Sequence[int], drop_path: float, **options: Any) -> Made:
     """Make a ConvNeXt with so many blocks in each stage; each block is skipped at random."""
+    import numpy as np
+
     if not sizes.image_size or sizes.image_size < 32:
         raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
     # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
