@@ -79,5 +79,4 @@ def main() -> None:
 
 def is_worth_it(plan: Plan, search: Search) -> bool:
     """Whether a longer search may find a better plan than a quick one did."""
-    gap_seconds = plan.added_seconds - plan.lower_bound_seconds
-    return gap_seconds > max(search.enough, _BETTER) * plan.step_seconds
+    return plan.added_seconds - plan.lower_bound_seconds > max(search.enough, _BETTER) * plan.step_seconds

@@ -47,30 +47,17 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 
 def wrap(model: nn.Module, budget: str | None) -> nn.Module:
-    return (
-        model
-        if budget is None
-        else planner.auto_wrap(model, **grouped(activation_budget=budget, time_limit_seconds=1.0))
-    )
+    asked = grouped(activation_budget=budget, time_limit_seconds=1.0)
+    return model if budget is None else planner.auto_wrap(model, **asked)
 
 
 def trainer(model: nn.Module, folder: Path, examples: int = len(TOKENS), **arguments: Any) -> transformers.Trainer:
     """Four steps of two batches each, with an evaluation and a saved state after two steps."""
     settings = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **arguments,
-    )
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, **arguments,
+    )  # fmt: skip
     return transformers.Trainer(model=model, args=settings, train_dataset=TOKENS[:examples], eval_dataset=TOKENS[:6])
 
 
