@@ -15,8 +15,7 @@ import torch
 from torch import fx, nn
 
 from planner.analysis.eager_baseline import eager_step
-from planner.analysis.search_beside import SearchBeside, is_worth_it
-from planner.analysis.study import Study
+from planner.analysis.study import SearchBeside, Study, is_worth_it
 from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable, varying_dimensions
