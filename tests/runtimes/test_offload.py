@@ -288,7 +288,7 @@ def test_offload_changes_no_bit(case: str):
     torch.manual_seed(5)
     wrapped = CASES[case]()
     expected = run(copy.deepcopy(wrapped), one_step)
-    told = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 2.0}
+    told = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 1.0}
     planner.auto_wrap(wrapped, **grouped(activation_budget="60%", **told))
     try:
         actual = run(wrapped, one_step)
