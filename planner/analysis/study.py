@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import IO, Any
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
@@ -284,7 +284,7 @@ class SearchBeside:
                 [sys.executable, "-c", _PROGRAM],
                 stdin=given, stdout=self._found, stderr=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
-        weakref.finalize(self, self._process.kill)
+        weakref.finalize(self, _end, self._process, self._found)
 
     @property
     def is_over(self) -> bool:
@@ -300,6 +300,12 @@ class SearchBeside:
         found = json.load(self._found)
         solution_cache.remember(found["solutions"])
         return bool(found["added_seconds"] < self._plan.added_seconds - _BETTER * self._plan.step_seconds)
+
+
+def _end(process: subprocess.Popen[bytes], found: IO[bytes]) -> None:
+    process.kill()
+    process.wait()
+    found.close()
 
 
 def main() -> None:

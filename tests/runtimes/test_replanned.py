@@ -70,6 +70,7 @@ def test_what_was_captured_to_plan_is_what_runs(captures: list[None]) -> None:
     assert len(captures) == 1 and planner.plan_of(loop.models[1]) == plan
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning", "error::ResourceWarning")
 def test_a_better_plan_replaces_the_first_one(captures: list[None]) -> None:
     loop, bad = Loop(Convolutions(), images()), patch.object(Search, "within", lambda s, _: replace(s, solver="sqrt"))
     model = loop.models[1]
