@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -340,14 +341,11 @@ def by_micro_batches(
     is_ddp = isinstance(running, DistributedDataParallel)
     buckets_bytes = sum(p.nbytes for p in model.parameters()) if is_ddp else 0
     buckets: set[int] = set()
-    found: list[dict[str, Any]] = [{"peak_bytes": 2**40, "said": []} for _ in batches]
-    cycles = 0
-    # Up to three cycles more, for what gloo's threads free: see peak_of.
-    while cycles < 3 or not common.all_agree(
-        all(one["peak_bytes"] <= one["predicted_bytes"] for one in found) or cycles > 8
-    ):
+    found: list[dict[str, Any]] = [{"said": []} for _ in batches]
+    peaks, cycles = [Counter[int]() for _ in batches], 0
+    while not common.all_agree(all(map(common.is_settled, peaks))):
         running.zero_grad(set_to_none=True)
-        for number, one in enumerate(found):
+        for number, (one, seen) in enumerate(zip(found, peaks, strict=True)):
             own, here, kept = batches[number], live(), held_gradients(model)
             here |= {gradient.untyped_storage().data_ptr(): gradient.untyped_storage().nbytes() for gradient in kept}
             del kept
@@ -357,7 +355,7 @@ def by_micro_batches(
                 warnings.simplefilter("always")
                 if cycles > 1:
                     peak, _ = measure_peak(partial(micro_step, running, number), torch.device("cpu"))
-                    one["peak_bytes"] = min(one["peak_bytes"], resident_bytes + peak)
+                    seen[resident_bytes + peak] += 1
                 else:  # a profiler would be in the way of planning, and then DDP puts its buckets elsewhere
                     micro_step(running, number)
             one["said"] += [str(warning.message) for warning in said if "budget" in str(warning.message)]
@@ -368,7 +366,7 @@ def by_micro_batches(
                 buckets = {g.untyped_storage().data_ptr() for g in held_gradients(model) if g._base is not None}
         cycles += 1
     equal = same(gradients(running), expected)
-    return [{**one, "equal": equal} for one in found]
+    return [{**one, "equal": equal, "peak_bytes": common.most_seen(p)} for one, p in zip(found, peaks, strict=True)]
 
 
 def held_gradients(model: nn.Module) -> list[torch.Tensor]:
