@@ -15,7 +15,8 @@ from planner.capture.provenance import is_library, short_path
 from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
 from planner.errors import CaptureError, ForwardError, PlannerError
 
-_RAISED = re.compile(r"(?P<by>got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
+# Torch 2.11 gives the message as a constant of Dynamo's.
+_RAISED = re.compile(r"(got|raised exception) (?P<kind>\w+)\((\[\w+\(str: )?(?P<quote>['\"])(?P<text>.*?)(?P=quote)\)")
 
 _CULPRIT = re.compile(
     r"Developer debug context: (?:module: .*?, qualname: |builtin )?(?P<name>[\w.]+)(?:$| \[|,)", re.MULTILINE
@@ -52,9 +53,9 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
         if depends_on_data(error):
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         elif raised := _RAISED.search(f"{error} {cause}"):
-            reason = f"{raised['kind']}: {raised['message']}"
+            reason = f"{raised['kind']}: {raised['text']}"
             reason = _IN_FORWARD_MODE if _MEETS_TRANSFORM.search(reason) else reason
-            problem = _FAILS if raised["by"] == "got" else _FAILS_IN_DYNAMO
+            problem = _FAILS if raised[1] == "got" else _FAILS_IN_DYNAMO
         elif isinstance(error, Unsupported) and isinstance(cause, TypeError) and _NOT_BOUND in reason:
             reason = in_one_line(cause)
         elif isinstance(error, Unsupported):
