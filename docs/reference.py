@@ -28,7 +28,6 @@ MODULES = (
     "planner.common.limits",
     "planner.solvers",
     "planner.runtimes",
-    "planner.extras.pipelines",
     "planner.integrations",
     "planner.commands",
     "planner.report",

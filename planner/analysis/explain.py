@@ -155,8 +155,8 @@ def table_of(plan: Plan) -> ValueTable:
             "captured"
         )
     raise UsageError(
-        "the plan has no table of its values: it was made without comparisons (compare=False, or by auto_wrap), for a "
-        "pipeline, or by an older version; make it again with 'plan MODEL --budget SIZE --save PLAN'"
+        "the plan has no table of its values: it was made without comparisons (compare=False, or by auto_wrap), or "
+        "by an older version; make it again with 'plan MODEL --budget SIZE --save PLAN'"
     )
 
 

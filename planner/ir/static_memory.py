@@ -44,20 +44,6 @@ class LossMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossPasses:
-    """Memory of a loss whose backward runs later than its forward, as in a pipeline."""
-
-    saved_bytes: int
-    """Held between the two, without ``held_bytes``."""
-    held_bytes: int
-    """Held by the loss tensor until the step ends."""
-    forward_bytes: int
-    """Peak of its forward, beside both."""
-    backward_bytes: int
-    """Peak of its backward up to the outputs' gradients, without these, beside both."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticMemory:
     """Memory that is resident around forward and backward, and temporaries of the optimizer's step."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -23,12 +23,9 @@ from planner.capture.torch_internals import FakeTensorMode, call_implementation
 from planner.capture.trees import mapped
 from planner.common.units import round_up
 from planner.errors import PlannerError, UsageError
-from planner.ir.static_memory import LossMemory, LossPasses
+from planner.ir.static_memory import LossMemory
 from planner.measure import workspace
 from planner.measure.devices import device_here, device_spec
-
-LossOfTarget = Callable[[Any, Any], torch.Tensor]
-"""From a model's output and what it is held against to a scalar."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ class _Followed:
     leaves: list[torch.Tensor]
     gradients: Sequence[torch.Tensor | None]
     held_bytes: tuple[int, ...]
-    turn: int
-    """The event with which its backward begins."""
 
 
 def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None = None) -> LossMemory:
@@ -50,72 +45,31 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: s
     device that is planned for is here: the one of that name, or the one that the model is on. Raises UsageError if the
     model or the loss function fails, or that gives no scalar.
     """
-    return _Counted(model, inputs, lambda outputs, _: loss_fn(outputs), None, device).memory
+    followed = _followed(model, inputs, loss_fn)
+    recorder, gradients = followed.recorder, followed.gradients
+    spec = device_spec(of_model(model), device)
+    aligned = partial(round_up, unit=spec.alignment_bytes)
+    for storage in recorder.storages:
+        storage.size_bytes = aligned(storage.size_bytes)
+    handed_over_bytes = sum(aligned(g.untyped_storage().nbytes()) for g in gradients if g is not None)
+    held_bytes = sum(map(aligned, followed.held_bytes))
+    here = device_here(of_model(model), spec)
+    nodes = [run.node for run in recorder.events]
+    effort = workspace.effort_for(is_fake=is_fake(model))
+    tried = workspace.of_calls(nodes, here, effort) if here else [None] * len(nodes)
+    timeline_bytes = _timeline(recorder, [size_bytes or 0 for size_bytes in tried])
+    return LossMemory(
+        working_bytes=max(0, max(timeline_bytes, default=0) - handed_over_bytes - held_bytes),
+        held_bytes=held_bytes,
+        is_known=True,
+        outputs=tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True)),
+    )
 
 
-def passes_of(
-    model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any, device: str | None = None
-) -> tuple[LossMemory, LossPasses]:
-    """Measure the same of ``loss_fn(output, target)``, computed when the forward ends; its backward comes later."""
-    counted = _Counted(model, inputs, loss_fn, target, device)
-    return counted.memory, counted.passes()
-
-
-class _Counted:
-    """A loss that was followed, in bytes as the device hands them out."""
-
-    def __init__(
-        self, model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any, device: str | None
-    ) -> None:
-        followed = _followed(model, inputs, loss_fn, target)
-        self.recorder, self.turn = followed.recorder, followed.turn
-        spec = device_spec(of_model(model), device)
-        aligned = partial(round_up, unit=spec.alignment_bytes)
-        for storage in self.recorder.storages:
-            storage.size_bytes = aligned(storage.size_bytes)
-        gradients = followed.gradients
-        self.handed_over_bytes = sum(aligned(g.untyped_storage().nbytes()) for g in gradients if g is not None)
-        self.held_bytes = sum(map(aligned, followed.held_bytes))
-        self.outputs = tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True))
-        here = device_here(of_model(model), spec)
-        nodes = [run.node for run in self.recorder.events]
-        tried = (
-            workspace.of_calls(nodes, here, workspace.effort_for(is_fake=is_fake(model)))
-            if here
-            else [None] * len(nodes)
-        )
-        self.timeline_bytes = _timeline(self.recorder, [size_bytes or 0 for size_bytes in tried])
-
-    @property
-    def memory(self) -> LossMemory:
-        return LossMemory(
-            working_bytes=max(0, max(self.timeline_bytes, default=0) - self.handed_over_bytes - self.held_bytes),
-            held_bytes=self.held_bytes,
-            is_known=True,
-            outputs=self.outputs,
-        )
-
-    def passes(self) -> LossPasses:
-        saved_bytes = sum(
-            storage.size_bytes
-            for storage in self.recorder.storages
-            if storage.maker < self.turn and (storage.died is None or storage.died > self.turn)
-        )
-        most_bytes = [
-            max(part, default=0) for part in (self.timeline_bytes[: self.turn], self.timeline_bytes[self.turn :])
-        ]
-        return LossPasses(
-            saved_bytes=max(0, saved_bytes - self.held_bytes),
-            held_bytes=self.held_bytes,
-            forward_bytes=max(0, most_bytes[0] - max(saved_bytes, self.held_bytes)),
-            backward_bytes=max(0, most_bytes[1] - max(saved_bytes, self.held_bytes) - self.handed_over_bytes),
-        )
-
-
-def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any) -> _Followed:
+def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Followed:
     try:
         with run_without_data(model, inputs) as (mode, outputs, resident):
-            return _follow(mode, outputs, resident, loss_fn, mapped(mode.from_tensor, target))
+            return _follow(mode, outputs, resident, loss_fn)
     except PlannerError:
         raise
     except Exception as error:
@@ -127,30 +81,29 @@ def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: A
         with torch.enable_grad(), torch.autograd.graph.save_on_cpu():
             outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
         resident = inputs.args, inputs.kwargs, list(state_of(model).values())
-        return _follow(fake_mode(), outputs, resident, loss_fn, target)
+        return _follow(fake_mode(), outputs, resident, loss_fn)
 
 
 def _failed(error: Exception) -> UsageError:
     return UsageError(f"loss_fn fails on the model's output: {in_one_line(error)}")
 
 
-def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossOfTarget, target: Any) -> _Followed:
+def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossFunction) -> _Followed:
     leaf = cache(lambda t: t.detach().requires_grad_(t.requires_grad))  # one for what is returned twice
     outputs = mapped(leaf, outputs)
     leaves = differentiable_in(outputs)
     sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))
-    recorder = StepRecorder[Run](mode, sums, (outputs, resident, target))
+    recorder = StepRecorder[Run](mode, sums, (outputs, resident))
     with recorder, torch.enable_grad():
-        value = loss_fn(outputs, target)
+        value = loss_fn(outputs)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise UsageError("loss_fn must give a scalar tensor")
-        turn = len(recorder.events)
         sums.watch([value])
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         # Autograd holds the gradient that it starts from as long as the loss is held.
         held_bytes = recorder.size_bytes(value), value.element_size()
         recorder.finish()
-    return _Followed(recorder, leaves, gradients, held_bytes, turn)
+    return _Followed(recorder, leaves, gradients, held_bytes)
 
 
 def _timeline(recorder: StepRecorder[Run], workspace_bytes: Sequence[int]) -> list[int]:

@@ -91,8 +91,6 @@ class Options:
     """Memory of a loss outside the captured graph, if known."""
     eager: Study | CaptureError | None = None
     """The recorded eager step, or why it could not be recorded; None if it was not asked for."""
-    is_stage: bool = False
-    """Whether the model is a pipeline stage, called for several micro-batches before their backwards."""
     gradients: Gradients = field(default_factory=Gradients)
     """How DDP handles the step's gradients; the tracer fills in ``found``."""
     plan_collectively: bool = False
@@ -222,9 +220,7 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 
 def outputs_of(options: Options) -> str:
-    """Return what a step assumes of its outputs: what the plan that is reused does, and of a pipeline's stage most."""
-    if options.is_stage:
-        return HELD
+    """Return what a step assumes of its outputs: what the plan that is reused does, if there is one."""
     if options.reused_plan is not None:
         return str(options.reused_plan.fingerprint.get(OUTPUTS, HELD))
     return options.training.outputs

@@ -21,7 +21,6 @@ PRIVATE_TORCH = {
     "planner.capture.inductor_internals",
     "planner.capture.inductor_order_internals",
     "planner.capture.module_internals",
-    "planner.extras.pipelines.pipelining_internals",
     "planner.integrations.partitioner_internals",
     "planner.capture.torch_internals",
     "planner.capture.tracing_internals",

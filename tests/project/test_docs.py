@@ -15,12 +15,11 @@ import transformers
 
 import planner
 from planner import solvers
-from planner.extras import pipelines
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FRONT = ("README", "CONTRIBUTING", "CHANGELOG")
-PUBLIC = {name: getattr(of, name) for of in (planner, pipelines) for name in of.__all__}
+PUBLIC = {name: getattr(planner, name) for name in planner.__all__}
 
 
 def parameters_of(docstring: str) -> list[str]:
@@ -81,8 +80,7 @@ def test_every_block_of_python_is_run_by_some_test():
     shown = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     by_parts = {name for name in shown if name.startswith("add-a")}  # test_add_a_part.py
     by_readme = {"budget.md", "command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
-    by_ranks = {"pipelines.md"}  # test_distributed.py
-    assert shown == by_parts | by_readme | by_ranks | {"quick-start.md"}
+    assert shown == by_parts | by_readme | {"quick-start.md"}
 
 
 @pytest.mark.usefixtures("hurried")

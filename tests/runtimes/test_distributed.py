@@ -21,21 +21,17 @@ ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
-MORE_PIPELINES = ("gpipe", "1f1b_without_outputs", "interleaved", "breadth_first")
-
 RUNS = {
     "two": (
         "ddp,fsdp2,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,two_meshes,divided_experts,"
-        "divided_sequence,fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,1f1b,"
-        "documented,pipeline_errors,dies",
+        "divided_sequence,fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,dies",
         2,
     ),
     "more": (
-        "compiled_blocks,sharded_first_in_more_ways,divided_sequence_in_more_ways,more_micro_batches,"
-        + ",".join(MORE_PIPELINES),
+        "compiled_blocks,sharded_first_in_more_ways,divided_sequence_in_more_ways,more_micro_batches",
         2,
     ),
-    "four": ("two_meshes,sharded_pipeline,micro_batches_of_four", 4),
+    "four": ("two_meshes,micro_batches_of_four", 4),
 }
 """Scenarios that are run one after the other, and by how many ranks; a rank that dies comes last."""
 
@@ -237,51 +233,6 @@ def test_sharding_goes_with_a_second_mesh(runs: Folders, mesh: str, runtime: str
     for result in found:
         check(result)
         assert result["last_equal"] and result["runtime"] == runtime
-
-
-def check_pipeline(found: list[dict[str, Any]]) -> None:
-    for result in found:
-        check(result)
-        assert all(result["recomputed"])
-
-
-def test_every_rank_of_a_pipeline_keeps_its_predicted_peak(folder: Path) -> None:
-    found = results(folder, "1f1b")
-    assert [result["in_flight"] for result in found] == [2, 1]
-    check_pipeline(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_every_rank_of_a_pipeline_of_sharded_stages_keeps_its_predicted_peak(runs: Folders, schedule: str) -> None:
-    check_pipeline([result[schedule] for result in results(runs("four"), "sharded_pipeline", range(4))])
-
-
-def test_the_pipeline_of_the_documentation_runs(folder: Path) -> None:
-    assert [result["micro_batches_in_flight"] for result in results(folder, "documented")] == [2, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", MORE_PIPELINES)
-def test_so_does_every_rank_of_other_schedules(runs: Folders, schedule: str) -> None:
-    check_pipeline(results(runs("more"), schedule))
-
-
-def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path) -> None:
-    first, last = results(folder, "pipeline_errors")
-    for result in (first, last):
-        assert result["zero_bubble"]["error"] == "RuntimeUnsupportedError"
-        assert "ScheduleZBVZeroBubble runs without a plan only" in result["zero_bubble"]["message"]
-        assert result["differ"]["error"] == "PlanMismatchError"
-        assert "rank 1 has another pipeline than rank 0: micro-batches is 6 there and 4" in result["differ"]["message"]
-        assert "is sharded with FSDP2, and in parts" in result["sharded"]["message"]
-        assert "make the stages and the schedule as without a plan" in result["no_schedule"]["message"]
-    assert last["tight"]["error"] == "NoPlanFitsError" and "rank 1 of the pipeline binds" in last["tight"]["message"]
-    assert last["no_target"]["error"] == "UsageError" and "give labels" in last["no_target"]["message"]
-    for wrong in ("tight", "no_target"):
-        assert first[wrong]["message"] == (
-            f"rank 1 failed while it planned its stages: {last[wrong]['error']}: {last[wrong]['message']}"
-        )
 
 
 def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:

@@ -8,21 +8,13 @@ import os
 import sys
 from collections import ChainMap
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.runtimes.rank import data_parallel, divided, pipelines
+from tests.runtimes.rank import data_parallel, divided
 
-SCENARIOS = ChainMap(*map(vars, (data_parallel, divided, pipelines)))
-
-
-def run(name: str, rank: int) -> Any:
-    if name in pipelines.SCHEDULES:
-        kind, budget, options = pipelines.SCHEDULES[name]
-        return pipelines.pipeline(rank, kind, budget, **options)
-    return SCENARIOS[name](rank)
+SCENARIOS = ChainMap(*map(vars, (data_parallel, divided)))
 
 
 def main() -> None:
@@ -36,7 +28,7 @@ def main() -> None:
     for name in names:
         gc.collect()
         gc.freeze()  # what is imported, and what earlier ones left: each of the many collections to come would walk it
-        (folder / f"{name}.{rank}.json").write_text(json.dumps(run(name, rank)), encoding="utf-8")
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(SCENARIOS[name](rank)), encoding="utf-8")
     if dist.is_initialized() and "dies" not in names:
         dist.destroy_process_group()
 

@@ -1,1 +1,0 @@
-"""Parts that the core never imports: each folder may be removed, and everything else still works."""
