@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, is_random, mutates, tensors_of
+from planner.capture.joint import JointGraph, is_random, tensors_of, written_by
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
 from planner.capture.torch_internals import OpOverload, form_in_place, storage_id
@@ -35,6 +35,10 @@ _INTO_A_COPY = {
     aten.scatter_reduce.two,
 }
 """Of their first input. Derivatives of indexing and of ``gather`` do so with zeros, which eager writes into."""
+
+
+_NEW_MEAN, _NEW_VARIANCE = 3, 4
+"""Where BatchNorm gives new running statistics, and is given the old ones."""
 
 
 def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int, ...]]:
@@ -74,6 +78,65 @@ def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) 
     return graph.call_function(called, args, {**kwargs, keyword: resolve(argument)} if keyword else kwargs)
 
 
+def update_in_place(graph: fx.Graph) -> None:
+    """Write into inputs where the forward does, as eager does.
+
+    Tracing makes a new tensor of each write into an input, and copies it over the input at the end. A chain of such
+    writes is made in place if nothing reads what it begins with, or what is between, after it.
+    """
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        given, made = copy.args
+        if isinstance(made, fx.Node) and not copy.users and (chain := _chain(given, made, copy)):
+            for node in chain:
+                with graph.inserting_before(node):
+                    written = write_over(graph, node, node.args[0], lambda argument: argument)
+                written.meta = {**node.meta, "val": given.meta["val"]}
+                node.replace_all_uses_with(written)
+                graph.erase_node(node)
+            graph.erase_node(copy)
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        copies = _copies_of_statistics(node)
+        if copies and all(_is_last(node, argument, copies) for argument in node.args[_NEW_MEAN : _NEW_VARIANCE + 1]):
+            node.target, node.meta["val"] = aten._native_batch_norm_legit.default, node.meta["val"][:3]
+            for copy in copies:
+                made = copy.args[1]
+                graph.erase_node(copy)
+                graph.erase_node(made)
+
+
+def _chain(given: fx.Node, made: fx.Node, copy: fx.Node) -> list[fx.Node]:
+    """Return the operations that lead from an input to what is copied over it, if each can write over its first."""
+    chain: list[fx.Node] = []
+    node = made
+    while node is not given:
+        first = node.args[0] if node.op == "call_function" and node.args else None
+        by_place = isinstance(first, fx.Node) and _goes_by_place(node, on_cpu=False) and len(node.users) == 1
+        if not by_place or node.all_input_nodes.count(first) != 1 or form_in_place(node.target, True) is None:
+            return []
+        if _layout(first.meta["val"]) != _layout(node.meta["val"]):
+            return []
+        chain.insert(0, node)
+        node = first
+    return chain if chain and _is_last(chain[0], given, [copy]) else []
+
+
+def _copies_of_statistics(node: fx.Node) -> list[fx.Node]:
+    """Return the copies of both new statistics over those that BatchNorm takes, if nothing else reads the new ones."""
+    updates = {user.args[1]: list(user.users) for user in node.users if user.args[1] in (_NEW_MEAN, _NEW_VARIANCE)}
+    copies = [copy for _, users in sorted(updates.items()) for copy in users]
+    expected = [(aten.copy_.default, given) for given in node.args[3:5]]
+    return copies if [(copy.target, copy.args[0]) for copy in copies] == expected else []
+
+
+def _is_last(node: fx.Node, given: fx.Node, but: list[fx.Node]) -> bool:
+    """Whether nothing reads an input, or looks at its memory, after a node."""
+    storages = {storage_id(tensor) for tensor in tensors_of(given)}
+    for user in given.users.keys() - {node, *but}:
+        if not user < node or any(storage_id(tensor) in storages for tensor in tensors_of(user)):
+            return False
+    return True
+
+
 def _goes_by_place(node: fx.Node, *, on_cpu: bool) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or is_random(node):  # a random one that runs again is called in another way
@@ -93,5 +156,4 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _written(joint: JointGraph) -> set[int]:
     """Return the storages that the step writes into, whose readers must not be moved."""
-    writers = (node for node in joint.graph.nodes if node.op == "call_function" and mutates(node))
-    return {storage_id(t) for node in writers for argument in node.all_input_nodes for t in tensors_of(argument)}
+    return {storage_id(t) for node in joint.graph.nodes for argument in written_by(node) for t in tensors_of(argument)}

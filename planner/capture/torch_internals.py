@@ -455,12 +455,17 @@ def is_mutable(operator: OpOverload) -> bool:
     return bool(operator._schema.is_mutable) or operator.namespace == "c10d"
 
 
-def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes into, by the operator's schema; all that it takes if that is silent."""
+def written_arguments(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[Any] = torch.Tensor
+) -> list[Any]:
+    """Return what a call writes into, by the operator's schema; all tensors that it takes if that is silent.
+
+    ``kind`` is what stands for tensors among the arguments.
+    """
     if not is_mutable(operator):
         return []
     if not operator._schema.is_mutable:
-        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, kind)]
     expected = operator._schema.arguments
     named = {**dict(zip((argument.name for argument in expected), args, strict=False)), **kwargs}
     written = [named.get(a.name) for a in expected if a.alias_info is not None and a.alias_info.is_write]
