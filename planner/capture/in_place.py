@@ -12,17 +12,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, is_random, tensors_of, written_by
+from planner.capture.autograd_accumulation import look_at
+from planner.capture.joint import JointGraph, is_backward, is_random, run_on_recorded, tensors_of, written_by
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
-from planner.capture.torch_internals import OpOverload, form_in_place, storage_id
+from planner.capture.torch_internals import OpOverload, form_in_place, outside_tracing, storage_id
 
 aten = torch.ops.aten
 
 _OF_ROWS = ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")
 _BY_ROW = {getattr(aten, name).default for name in _OF_ROWS}
 
+_WINDOWS: dict[Any, Any] = {
+    aten.as_strided_scatter.default: aten.as_strided.default,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.select_scatter.default: aten.select.int,
+    aten.slice_scatter.default: aten.slice.Tensor,
+}
+"""Operators that write a part of a copy, and the views that show that part."""
+
+_OF_ANY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
+_MADE_OF_NOTHING = {*_OF_ANY, aten.full.default, aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default}
+"""Operators that read no elements."""
+
 _INTO_A_COPY = {
+    *_WINDOWS,
     aten.index_add.default,
     aten.index_copy.default,
     aten.index_fill.int_Scalar,
@@ -61,7 +75,9 @@ def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int
 def overwritten_argument(lowered: LoweredGraph, node: fx.Node, value: int) -> fx.Node | None:
     """Return the argument with all of a value in the layout of the node's result; None if there is none."""
     shown = [argument for argument in node.all_input_nodes if value in lowered.storage_of.get(argument, ())]
-    if len(shown) != 1 or form_in_place(node.target, node.args[:1] == (shown[0],)) is None or shown[0] not in node.args:
+    if len(shown) != 1 or shown[0] not in node.args:
+        return None
+    if node.target not in _WINDOWS and form_in_place(node.target, node.args[:1] == (shown[0],)) is None:
         return None
     if node.target in _INTO_A_COPY and node.args[0] is not shown[0]:
         return None
@@ -71,10 +87,17 @@ def overwritten_argument(lowered: LoweredGraph, node: fx.Node, value: int) -> fx
 
 def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) -> fx.Node:
     """Add a call of a node's operator to a graph, with arguments of that graph, that writes over one of them."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), resolve)
+    if node.target in _WINDOWS:
+        window = graph.call_function(_WINDOWS[node.target], (args[0], *args[2:]), kwargs)
+        window.meta = dict(node.meta)
+        graph.call_function(aten.copy_.default, (window, args[1]))
+        return args[0]
+    if node.target is aten.index_put.default and is_backward(node):  # the forward has looked whether indices are valid
+        return graph.call_function(aten._index_put_impl_.default, (*args, *[False] * (4 - len(args)), True), kwargs)
     form = form_in_place(node.target, node.args[:1] == (argument,))
     assert form is not None
     called, keyword = form
-    args, kwargs = fx.map_arg((node.args, node.kwargs), resolve)
     return graph.call_function(called, args, {**kwargs, keyword: resolve(argument)} if keyword else kwargs)
 
 
@@ -90,7 +113,8 @@ def update_in_place(graph: fx.Graph) -> None:
             for node in chain:
                 with graph.inserting_before(node):
                     written = write_over(graph, node, node.args[0], lambda argument: argument)
-                written.meta = {**node.meta, "val": given.meta["val"]}
+                if written is not given:
+                    written.meta = {**node.meta, "val": given.meta["val"]}
                 node.replace_all_uses_with(written)
                 graph.erase_node(node)
             graph.erase_node(copy)
@@ -104,6 +128,109 @@ def update_in_place(graph: fx.Graph) -> None:
                 graph.erase_node(made)
 
 
+def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Let what is written into a part of a tensor be written there at once, where tracing copies it on the way.
+
+    Where it is written over all of a tensor it takes that tensor's place: so does the gradient of global pooling whose
+    channels come last.
+    """
+    numbers: dict[Any, fx.Node] = {}
+    outside = [
+        *graph.find_nodes(op="placeholder"),
+        *graph.find_nodes(op="get_attr"),
+        *graph.output_node().all_input_nodes,
+    ]
+    shared = {storage_id(tensor) for node in outside for tensor in tensors_of(node)}
+    for node in graph.nodes:
+        if node.target not in _INTO_A_COPY or not isinstance(base := node.args[0], fx.Node):
+            continue
+        if node.target in _WINDOWS:
+            while _merge(module, graph, node, numbers):
+                pass
+            if _is_whole(node, shared):
+                value = node.meta["val"]
+                node.target, node.args = aten.as_strided.default, (node.args[1], [*value.shape], [*value.stride()], 0)
+                look_at(node, value, run_on_recorded(node))
+                _erase_unread(graph, base)
+                continue
+        known = {*node.all_input_nodes, *graph.find_nodes(op="placeholder")}
+        if base.target in _MADE_OF_NOTHING and len(base.users) == 1 and known.issuperset(base.all_input_nodes):
+            node.prepend(base)  # as what is written is there before, it is written into the base once that is made
+
+
+def _merge(module: fx.GraphModule, graph: fx.Graph, node: fx.Node, numbers: dict[Any, fx.Node]) -> bool:
+    """Take out one copy of what a node writes into a part of its first argument; False if there is none."""
+    base, made, *place = node.args
+    if not isinstance(made, fx.Node) or len(made.users) > 1 or node.kwargs:
+        return False
+    written = made.meta["val"]
+    if made.target is aten.copy.default and _is_alike(made.args[1], written):
+        node.args = (base, made.args[1], *place)
+    elif made.target is aten.fill.Tensor and (number := _constant(module, made.args[1])) is not None:
+        key = repr(number), written.dtype, written.device
+        first = next(node for node in graph.nodes if node.op == "call_function")
+        with written.fake_mode:
+            if key not in numbers:
+                with graph.inserting_before(first):
+                    options = {"dtype": written.dtype, "device": written.device}
+                    numbers[key] = graph.call_function(aten.full.default, ([], number), options)
+                numbers[key].meta = {**made.meta, "val": run_on_recorded(numbers[key])}
+            with graph.inserting_before(node):
+                spread = graph.call_function(aten.expand.default, (numbers[key], [*written.shape]))
+            spread.meta = {**made.meta, "val": run_on_recorded(spread)}
+        node.args = (base, spread, *place)
+    elif made.target in _WINDOWS and _is_view(made.args[0], _WINDOWS[node.target], (base, *place)):
+        part = _WINDOWS[made.target](made.args[0].meta["val"], *made.args[2:])
+        node.target = aten.as_strided_scatter.default
+        node.args = (base, made.args[1], [*part.shape], [*part.stride()], part.storage_offset())
+    else:
+        return False
+    _erase_unread(graph, made)
+    return True
+
+
+def _is_whole(node: fx.Node, shared: set[int]) -> bool:
+    """Whether a node writes over all of a tensor, in its order, what is all of a tensor made in the step."""
+    base, made, *place = node.args
+    whole, written = node.meta["val"], made.meta["val"]
+    window = _WINDOWS[node.target](base.meta["val"], *place, **node.kwargs)
+    if not shared.isdisjoint((storage_id(whole), storage_id(written))) or written.stride() != window.stride():
+        return False
+    tensors = (whole, written, window)
+    sizes_bytes = {size for t in tensors for size in (t.nbytes, t.untyped_storage().nbytes())}
+    return written.is_contiguous() and len(sizes_bytes) == 1 and not any(t.storage_offset() for t in tensors)
+
+
+def _is_alike(given: Any, like: torch.Tensor) -> bool:
+    value = given.meta.get("val") if isinstance(given, fx.Node) else None
+    expected = like.dtype, like.device, like.shape
+    return isinstance(value, torch.Tensor) and (value.dtype, value.device, value.shape) == expected
+
+
+def _constant(module: fx.GraphModule, node: Any) -> Any:
+    """Return the number that a graph has as a tensor on the CPU; None for any other tensor."""
+    source = node.args[0] if isinstance(node, fx.Node) and node.target is aten.lift_fresh_copy.default else None
+    held = getattr(module, source.target, None) if isinstance(source, fx.Node) and source.op == "get_attr" else None
+    if not isinstance(held, torch.Tensor) or held.dim() or held.device.type != "cpu":
+        return None
+    with outside_tracing():
+        return held.item()
+
+
+def _is_view(node: Any, target: Any, args: tuple[Any, ...]) -> bool:
+    return isinstance(node, fx.Node) and (node.target, node.args, node.kwargs) == (target, args, {})
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node, and what was made for it alone."""
+    pending = [node]
+    while pending:
+        unread = pending.pop()
+        if not unread.users and unread.op != "placeholder":
+            pending += unread.all_input_nodes
+            graph.erase_node(unread)
+
+
 def _chain(given: fx.Node, made: fx.Node, copy: fx.Node) -> list[fx.Node]:
     """Return the operations that lead from an input to what is copied over it, if each can write over its first."""
     chain: list[fx.Node] = []
@@ -111,7 +238,7 @@ def _chain(given: fx.Node, made: fx.Node, copy: fx.Node) -> list[fx.Node]:
     while node is not given:
         first = node.args[0] if node.op == "call_function" and node.args else None
         by_place = isinstance(first, fx.Node) and _goes_by_place(node, on_cpu=False) and len(node.users) == 1
-        if not by_place or node.all_input_nodes.count(first) != 1 or form_in_place(node.target, True) is None:
+        if not by_place or not (node.target in _WINDOWS or form_in_place(node.target, True)):
             return []
         if _layout(first.meta["val"]) != _layout(node.meta["val"]):
             return []

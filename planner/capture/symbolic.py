@@ -22,7 +22,7 @@ from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.fake_internals import python_code
 from planner.capture.fake_kernels import eager_results
-from planner.capture.in_place import update_in_place
+from planner.capture.in_place import merge_windows, update_in_place
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.torch_internals import outside_autocast
 from planner.errors import PlannerError
@@ -116,6 +116,7 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise OtherProgramError(f"the captured program does not run at these sizes: {error}") from error
         graph = eliminate_common_subexpressions(graph)
+    merge_windows(joint.module, graph)
     update_in_place(graph)
     return replace(
         joint,
