@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from planner.capture.autograd_accumulation import look_at
-from planner.capture.joint import JointGraph, is_backward, is_random, run_on_recorded, tensors_of, written_by
+from planner.capture.joint import JointGraph, is_backward, is_random, run_on_recorded, tensors_of, values_of, written_by
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
 from planner.capture.torch_internals import OpOverload, form_in_place, outside_tracing, storage_id
@@ -51,7 +51,7 @@ _INTO_A_COPY = {
 """Of their first input. Derivatives of indexing and of ``gather`` do so with zeros, which eager writes into."""
 
 
-_NEW_MEAN, _NEW_VARIANCE = 3, 4
+_NEW_STATISTICS = (3, 4)
 """Where BatchNorm gives new running statistics, and is given the old ones."""
 
 
@@ -88,17 +88,17 @@ def overwritten_argument(lowered: LoweredGraph, node: fx.Node, value: int) -> fx
 def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) -> fx.Node:
     """Add a call of a node's operator to a graph, with arguments of that graph, that writes over one of them."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), resolve)
+    over: Any = resolve(argument)
     if node.target in _WINDOWS:
-        window = graph.call_function(_WINDOWS[node.target], (args[0], *args[2:]), kwargs)
-        window.meta = dict(node.meta)
+        window = graph.call_function(_WINDOWS[node.target], (over, *args[2:]), kwargs)
         graph.call_function(aten.copy_.default, (window, args[1]))
-        return args[0]
+        return over
     if node.target is aten.index_put.default and is_backward(node):  # the forward has looked whether indices are valid
         return graph.call_function(aten._index_put_impl_.default, (*args, *[False] * (4 - len(args)), True), kwargs)
     form = form_in_place(node.target, node.args[:1] == (argument,))
     assert form is not None
     called, keyword = form
-    return graph.call_function(called, args, {**kwargs, keyword: resolve(argument)} if keyword else kwargs)
+    return graph.call_function(called, args, {**kwargs, keyword: over} if keyword else kwargs)
 
 
 def update_in_place(graph: fx.Graph) -> None:
@@ -108,11 +108,11 @@ def update_in_place(graph: fx.Graph) -> None:
     writes is made in place if nothing reads what it begins with, or what is between, after it.
     """
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        given, made = copy.args
-        if isinstance(made, fx.Node) and not copy.users and (chain := _chain(given, made, copy)):
+        given: Any = copy.args[0]
+        if not copy.users and (chain := _chain(copy)):
             for node in chain:
                 with graph.inserting_before(node):
-                    written = write_over(graph, node, node.args[0], lambda argument: argument)
+                    written = write_over(graph, node, node.all_input_nodes[0], lambda argument: argument)
                 if written is not given:
                     written.meta = {**node.meta, "val": given.meta["val"]}
                 node.replace_all_uses_with(written)
@@ -120,12 +120,14 @@ def update_in_place(graph: fx.Graph) -> None:
             graph.erase_node(copy)
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
         copies = _copies_of_statistics(node)
-        if copies and all(_is_last(node, argument, copies) for argument in node.args[_NEW_MEAN : _NEW_VARIANCE + 1]):
+        if copies and all(
+            _is_last(node, statistics, copies) for statistics in written_by(copies[0]) + written_by(copies[1])
+        ):
             node.target, node.meta["val"] = aten._native_batch_norm_legit.default, node.meta["val"][:3]
             for copy in copies:
-                made = copy.args[1]
                 graph.erase_node(copy)
-                graph.erase_node(made)
+            for element in [user for user in node.users if user.args[1] in _NEW_STATISTICS]:
+                graph.erase_node(element)
 
 
 def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
@@ -135,15 +137,13 @@ def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
     channels come last.
     """
     numbers: dict[Any, fx.Node] = {}
-    outside = [
-        *graph.find_nodes(op="placeholder"),
-        *graph.find_nodes(op="get_attr"),
-        *graph.output_node().all_input_nodes,
-    ]
+    given = graph.find_nodes(op="placeholder")
+    outside = [*given, *graph.find_nodes(op="get_attr"), *graph.output_node().all_input_nodes]
     shared = {storage_id(tensor) for node in outside for tensor in tensors_of(node)}
     for node in graph.nodes:
-        if node.target not in _INTO_A_COPY or not isinstance(base := node.args[0], fx.Node):
+        if node.target not in _INTO_A_COPY:
             continue
+        base: Any = node.args[0]
         if node.target in _WINDOWS:
             while _merge(module, graph, node, numbers):
                 pass
@@ -153,21 +153,22 @@ def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
                 look_at(node, value, run_on_recorded(node))
                 _erase_unread(graph, base)
                 continue
-        known = {*node.all_input_nodes, *graph.find_nodes(op="placeholder")}
+        known = {*node.all_input_nodes, *given}
         if base.target in _MADE_OF_NOTHING and len(base.users) == 1 and known.issuperset(base.all_input_nodes):
             node.prepend(base)  # as what is written is there before, it is written into the base once that is made
 
 
 def _merge(module: fx.GraphModule, graph: fx.Graph, node: fx.Node, numbers: dict[Any, fx.Node]) -> bool:
     """Take out one copy of what a node writes into a part of its first argument; False if there is none."""
+    made: Any
     base, made, *place = node.args
-    if not isinstance(made, fx.Node) or len(made.users) > 1 or node.kwargs:
+    if len(made.users) > 1 or node.kwargs:
         return False
     written = made.meta["val"]
     if made.target is aten.copy.default and _is_alike(made.args[1], written):
         node.args = (base, made.args[1], *place)
     elif made.target is aten.fill.Tensor and (number := _constant(module, made.args[1])) is not None:
-        key = repr(number), written.dtype, written.device
+        key = repr(number), written.dtype, written.device, is_backward(node)
         first = next(node for node in graph.nodes if node.op == "call_function")
         with written.fake_mode:
             if key not in numbers:
@@ -191,12 +192,12 @@ def _merge(module: fx.GraphModule, graph: fx.Graph, node: fx.Node, numbers: dict
 
 def _is_whole(node: fx.Node, shared: set[int]) -> bool:
     """Whether a node writes over all of a tensor, in its order, what is all of a tensor made in the step."""
-    base, made, *place = node.args
-    whole, written = node.meta["val"], made.meta["val"]
-    window = _WINDOWS[node.target](base.meta["val"], *place, **node.kwargs)
-    if not shared.isdisjoint((storage_id(whole), storage_id(written))) or written.stride() != window.stride():
+    base, written, *place = values_of(node.args)
+    window = _WINDOWS[node.target](base, *place, **node.kwargs)
+    tensors = (written, node.meta["val"], window)
+    strides = zip(written.shape, written.stride(), window.stride(), strict=True)
+    if not shared.isdisjoint(map(storage_id, tensors[:2])) or any(size > 1 and a != b for size, a, b in strides):
         return False
-    tensors = (whole, written, window)
     sizes_bytes = {size for t in tensors for size in (t.nbytes, t.untyped_storage().nbytes())}
     return written.is_contiguous() and len(sizes_bytes) == 1 and not any(t.storage_offset() for t in tensors)
 
@@ -209,8 +210,10 @@ def _is_alike(given: Any, like: torch.Tensor) -> bool:
 
 def _constant(module: fx.GraphModule, node: Any) -> Any:
     """Return the number that a graph has as a tensor on the CPU; None for any other tensor."""
-    source = node.args[0] if isinstance(node, fx.Node) and node.target is aten.lift_fresh_copy.default else None
-    held = getattr(module, source.target, None) if isinstance(source, fx.Node) and source.op == "get_attr" else None
+    is_lifted = isinstance(node, fx.Node) and node.target is aten.lift_fresh_copy.default
+    source: Any = node.args[0] if is_lifted else node
+    is_held = isinstance(source, fx.Node) and source.op == "get_attr"
+    held = getattr(module, str(source.target), None) if is_held else None
     if not isinstance(held, torch.Tensor) or held.dim() or held.device.type != "cpu":
         return None
     with outside_tracing():
@@ -231,12 +234,14 @@ def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(unread)
 
 
-def _chain(given: fx.Node, made: fx.Node, copy: fx.Node) -> list[fx.Node]:
+def _chain(copy: fx.Node) -> list[fx.Node]:
     """Return the operations that lead from an input to what is copied over it, if each can write over its first."""
     chain: list[fx.Node] = []
-    node = made
+    given: Any
+    node: Any
+    given, node = copy.args[:2]
     while node is not given:
-        first = node.args[0] if node.op == "call_function" and node.args else None
+        first = node.args[0] if isinstance(node, fx.Node) and node.op == "call_function" and node.args else None
         by_place = isinstance(first, fx.Node) and _goes_by_place(node, on_cpu=False) and len(node.users) == 1
         if not by_place or not (node.target in _WINDOWS or form_in_place(node.target, True)):
             return []
@@ -249,8 +254,8 @@ def _chain(given: fx.Node, made: fx.Node, copy: fx.Node) -> list[fx.Node]:
 
 def _copies_of_statistics(node: fx.Node) -> list[fx.Node]:
     """Return the copies of both new statistics over those that BatchNorm takes, if nothing else reads the new ones."""
-    updates = {user.args[1]: list(user.users) for user in node.users if user.args[1] in (_NEW_MEAN, _NEW_VARIANCE)}
-    copies = [copy for _, users in sorted(updates.items()) for copy in users]
+    updates = {user.args[1]: list(user.users) for user in node.users if user.args[1] in _NEW_STATISTICS}
+    copies = [copy for position in _NEW_STATISTICS for copy in updates.get(position, ())]
     expected = [(aten.copy_.default, given) for given in node.args[3:5]]
     return copies if [(copy.target, copy.args[0]) for copy in copies] == expected else []
 

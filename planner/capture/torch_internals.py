@@ -303,6 +303,13 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [getattr(tensor, part)() for part in parts]
 
 
+def channels_come_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether kernels that keep the order of dimensions give a tensor like this back with channels last."""
+    with outside_tracing():
+        like = torch.empty_strided(sizes, strides, device="meta")
+        return suggest_memory_format(like) in (torch.channels_last, torch.channels_last_3d)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Say how often a tensor's storage was written into in place, as autograd counts it."""
     return tensor._version
