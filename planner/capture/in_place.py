@@ -42,6 +42,8 @@ _INTO_A_COPY = {
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
     aten.index_put.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
     aten.masked_scatter.default,
     aten.scatter.src,
     aten.scatter.value,
@@ -243,7 +245,7 @@ def _chain(copy: fx.Node) -> list[fx.Node]:
     while node is not given:
         first = node.args[0] if isinstance(node, fx.Node) and node.op == "call_function" and node.args else None
         by_place = isinstance(first, fx.Node) and _goes_by_place(node, on_cpu=False) and len(node.users) == 1
-        if not by_place or not (node.target in _WINDOWS or form_in_place(node.target, True)):
+        if first is None or not by_place or not (node.target in _WINDOWS or form_in_place(node.target, True)):
             return []
         if _layout(first.meta["val"]) != _layout(node.meta["val"]):
             return []
