@@ -7,6 +7,8 @@ before they write it; and in what copies its first input, and then writes into t
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -53,8 +55,8 @@ _INTO_A_COPY = {
 """Of their first input. Derivatives of indexing and of ``gather`` do so with zeros, which eager writes into."""
 
 
-_NEW_STATISTICS = (3, 4)
-"""Where BatchNorm gives new running statistics, and is given the old ones."""
+_NORM, _NEW_STATISTICS = aten._native_batch_norm_legit_functional.default, (3, 4)
+"""BatchNorm, and where it gives new running statistics, and is given the old ones."""
 
 
 def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int, ...]]:
@@ -106,30 +108,47 @@ def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) 
 def update_in_place(graph: fx.Graph) -> None:
     """Write into inputs where the forward does, as eager does.
 
-    Tracing makes a new tensor of each write into an input, and copies it over the input at the end. A chain of such
-    writes is made in place if nothing reads what it begins with, or what is between, after it.
+    Tracing makes a new tensor of each write into an input, and copies it over the input at the end. It is written in
+    place where nothing reads the input later.
     """
+    statistics: defaultdict[Any, list[Any]] = defaultdict(list)
+    copy: Any
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        given: Any = copy.args[0]
-        if not copy.users and (chain := _chain(copy)):
-            for node in chain:
-                with graph.inserting_before(node):
-                    written = write_over(graph, node, node.all_input_nodes[0], lambda argument: argument)
-                if written is not given:
-                    written.meta = {**node.meta, "val": given.meta["val"]}
-                node.replace_all_uses_with(written)
-                graph.erase_node(node)
-            graph.erase_node(copy)
-    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
-        copies = _copies_of_statistics(node)
-        if copies and all(
-            _is_last(node, statistics, copies) for statistics in written_by(copies[0]) + written_by(copies[1])
-        ):
-            node.target, node.meta["val"] = aten._native_batch_norm_legit.default, node.meta["val"][:3]
+        given, made = copy.args
+        source: Any = made.args[0] if made.args else None
+        if copy.users or len(made.users) > 1:
+            continue
+        if made.target is operator.getitem and source.target is _NORM and made.args[1] in _NEW_STATISTICS:
+            statistics[source].append(copy)
+        elif source is given and _can_write_over(made) and _is_last(made, copy):
+            with graph.inserting_before(made):
+                written = write_over(graph, made, given, lambda argument: argument)
+            if written is not given:
+                written.meta = {**made.meta, "val": given.meta["val"]}
+            _erase_unread(graph, copy)
+    for norm, copies in statistics.items():
+        taken = sorted((copy.args[1].args[1], copy.args[0]) for copy in copies)
+        if taken == [(at, norm.args[at]) for at in _NEW_STATISTICS] and all(_is_last(norm, copy) for copy in copies):
+            norm.target, norm.meta["val"] = aten._native_batch_norm_legit.default, norm.meta["val"][:3]
             for copy in copies:
-                graph.erase_node(copy)
-            for element in [user for user in node.users if user.args[1] in _NEW_STATISTICS]:
-                graph.erase_node(element)
+                _erase_unread(graph, copy)
+
+
+def _can_write_over(node: fx.Node) -> bool:
+    """Whether an operation can write its result over its first argument."""
+    has_form = node.target in _WINDOWS or form_in_place(node.target, True) is not None
+    layouts = {_layout(tensor) for each in (node, node.all_input_nodes[0]) for tensor in tensors_of(each)}
+    return _goes_by_place(node, on_cpu=False) and has_form and len(layouts) == 1
+
+
+def _is_last(node: fx.Node, copy: fx.Node) -> bool:
+    """Whether nothing reads what is copied over at the end, or looks at its memory, after a node."""
+    given: Any = copy.args[0]
+    storage = storage_id(given.meta["val"])
+    return all(
+        user < node and all(storage_id(tensor) != storage for tensor in tensors_of(user))
+        for user in given.users.keys() - {node, copy}
+    )
 
 
 def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
@@ -138,10 +157,10 @@ def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
     Where it is written over all of a tensor it takes that tensor's place: so does the gradient of global pooling whose
     channels come last.
     """
-    numbers: dict[Any, fx.Node] = {}
     given = graph.find_nodes(op="placeholder")
     outside = [*given, *graph.find_nodes(op="get_attr"), *graph.output_node().all_input_nodes]
     shared = {storage_id(tensor) for node in outside for tensor in tensors_of(node)}
+    numbers: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.target not in _INTO_A_COPY:
             continue
@@ -164,28 +183,29 @@ def _merge(module: fx.GraphModule, graph: fx.Graph, node: fx.Node, numbers: dict
     """Take out one copy of what a node writes into a part of its first argument; False if there is none."""
     made: Any
     base, made, *place = node.args
-    if len(made.users) > 1 or node.kwargs:
+    if len(made.users) > 1 or node.kwargs or not made.args:
         return False
-    written = made.meta["val"]
-    if made.target is aten.copy.default and _is_alike(made.args[1], written):
-        node.args = (base, made.args[1], *place)
-    elif made.target is aten.fill.Tensor and (number := _constant(module, made.args[1])) is not None:
-        key = repr(number), written.dtype, written.device, is_backward(node)
-        first = next(node for node in graph.nodes if node.op == "call_function")
-        with written.fake_mode:
+    written: Any = made.meta["val"]
+    source, *others = made.args
+    if made.target is aten.copy.default and _kind(others[0]) == _kind(made):
+        node.args = (base, others[0], *place)
+    elif made.target is aten.fill.Tensor and (number := _constant(module, others[0])) is not None:
+        options, key = (
+            {"dtype": written.dtype, "device": written.device},
+            (repr(number), written.dtype, is_backward(made)),
+        )
+        with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")), written.fake_mode:
             if key not in numbers:
-                with graph.inserting_before(first):
-                    options = {"dtype": written.dtype, "device": written.device}
-                    numbers[key] = graph.call_function(aten.full.default, ([], number), options)
+                numbers[key] = graph.call_function(aten.full.default, ([], number), options)
                 numbers[key].meta = {**made.meta, "val": run_on_recorded(numbers[key])}
-            with graph.inserting_before(node):
-                spread = graph.call_function(aten.expand.default, (numbers[key], [*written.shape]))
-            spread.meta = {**made.meta, "val": run_on_recorded(spread)}
+        with graph.inserting_before(node):
+            spread = graph.call_function(aten.expand.default, (numbers[key], [*written.shape]))
+        spread.meta = {**made.meta, "val": run_on_recorded(spread)}
         node.args = (base, spread, *place)
-    elif made.target in _WINDOWS and _is_view(made.args[0], _WINDOWS[node.target], (base, *place)):
-        part = _WINDOWS[made.target](made.args[0].meta["val"], *made.args[2:])
+    elif made.target in _WINDOWS and (source.target, source.args) == (_WINDOWS[node.target], (base, *place)):
+        part = _WINDOWS[made.target](source.meta["val"], *others[1:])
         node.target = aten.as_strided_scatter.default
-        node.args = (base, made.args[1], [*part.shape], [*part.stride()], part.storage_offset())
+        node.args = (base, others[0], [*part.shape], [*part.stride()], part.storage_offset())
     else:
         return False
     _erase_unread(graph, made)
@@ -204,26 +224,18 @@ def _is_whole(node: fx.Node, shared: set[int]) -> bool:
     return written.is_contiguous() and len(sizes_bytes) == 1 and not any(t.storage_offset() for t in tensors)
 
 
-def _is_alike(given: Any, like: torch.Tensor) -> bool:
-    value = given.meta.get("val") if isinstance(given, fx.Node) else None
-    expected = like.dtype, like.device, like.shape
-    return isinstance(value, torch.Tensor) and (value.dtype, value.device, value.shape) == expected
+def _kind(node: Any) -> Any:
+    return [(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors_of(node)]
 
 
 def _constant(module: fx.GraphModule, node: Any) -> Any:
     """Return the number that a graph has as a tensor on the CPU; None for any other tensor."""
-    is_lifted = isinstance(node, fx.Node) and node.target is aten.lift_fresh_copy.default
-    source: Any = node.args[0] if is_lifted else node
-    is_held = isinstance(source, fx.Node) and source.op == "get_attr"
-    held = getattr(module, str(source.target), None) if is_held else None
+    source = node.args[0] if node.target is aten.lift_fresh_copy.default else node
+    held = getattr(module, str(source.target), None) if source.op == "get_attr" else None
     if not isinstance(held, torch.Tensor) or held.dim() or held.device.type != "cpu":
         return None
     with outside_tracing():
         return held.item()
-
-
-def _is_view(node: Any, target: Any, args: tuple[Any, ...]) -> bool:
-    return isinstance(node, fx.Node) and (node.target, node.args, node.kwargs) == (target, args, {})
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
@@ -234,41 +246,6 @@ def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
         if not unread.users and unread.op != "placeholder":
             pending += unread.all_input_nodes
             graph.erase_node(unread)
-
-
-def _chain(copy: fx.Node) -> list[fx.Node]:
-    """Return the operations that lead from an input to what is copied over it, if each can write over its first."""
-    chain: list[fx.Node] = []
-    given: Any
-    node: Any
-    given, node = copy.args[:2]
-    while node is not given:
-        first = node.args[0] if isinstance(node, fx.Node) and node.op == "call_function" and node.args else None
-        by_place = isinstance(first, fx.Node) and _goes_by_place(node, on_cpu=False) and len(node.users) == 1
-        if first is None or not by_place or not (node.target in _WINDOWS or form_in_place(node.target, True)):
-            return []
-        if _layout(first.meta["val"]) != _layout(node.meta["val"]):
-            return []
-        chain.insert(0, node)
-        node = first
-    return chain if chain and _is_last(chain[0], given, [copy]) else []
-
-
-def _copies_of_statistics(node: fx.Node) -> list[fx.Node]:
-    """Return the copies of both new statistics over those that BatchNorm takes, if nothing else reads the new ones."""
-    updates = {user.args[1]: list(user.users) for user in node.users if user.args[1] in _NEW_STATISTICS}
-    copies = [copy for position in _NEW_STATISTICS for copy in updates.get(position, ())]
-    expected = [(aten.copy_.default, given) for given in node.args[3:5]]
-    return copies if [(copy.target, copy.args[0]) for copy in copies] == expected else []
-
-
-def _is_last(node: fx.Node, given: fx.Node, but: list[fx.Node]) -> bool:
-    """Whether nothing reads an input, or looks at its memory, after a node."""
-    storages = {storage_id(tensor) for tensor in tensors_of(given)}
-    for user in given.users.keys() - {node, *but}:
-        if not user < node or any(storage_id(tensor) in storages for tensor in tensors_of(user)):
-            return False
-    return True
 
 
 def _goes_by_place(node: fx.Node, *, on_cpu: bool) -> bool:

@@ -32,7 +32,7 @@ NAMES += [
     "swin",
 ]
 
-OTHERS = {"bart": 3, "regnet": 6}
+OTHERS = {"bart": 5, "regnet": 6}
 """How many calls differ: a number that is written into a part of a tensor is made first, and copied; and a convolution
 of one element takes strides, of dimensions of one element, that eager's copies change."""
 
@@ -43,7 +43,7 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def autocast_step(name: str) -> tuple[nn.Module, Callable[[], None]]:
     made = build(name)
-    model = made.model.to("cuda", memory_format=torch.channels_last)
+    model = made.model.to(memory_format=torch.channels_last).to("cuda")  # type: ignore[call-overload]
     args, kwargs = tree_map_only(torch.Tensor, on_gpu, (made.example_args, made.example_kwargs))
 
     def step() -> None:
