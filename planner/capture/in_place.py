@@ -15,7 +15,16 @@ import torch
 from torch import fx
 
 from planner.capture.autograd_accumulation import look_at
-from planner.capture.joint import JointGraph, is_backward, is_random, run_on_recorded, tensors_of, values_of, written_by
+from planner.capture.joint import (
+    SYMBOLIC_VALUE,
+    JointGraph,
+    is_backward,
+    is_random,
+    run_on_recorded,
+    tensors_of,
+    values_of,
+    written_by,
+)
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
 from planner.capture.torch_internals import OpOverload, form_in_place, outside_tracing, storage_id
@@ -129,7 +138,8 @@ def update_in_place(graph: fx.Graph) -> None:
     for norm, copies in statistics.items():
         taken = sorted((copy.args[1].args[1], copy.args[0]) for copy in copies)
         if taken == [(at, norm.args[at]) for at in _NEW_STATISTICS] and all(_is_last(norm, copy) for copy in copies):
-            norm.target, norm.meta["val"] = aten._native_batch_norm_legit.default, norm.meta["val"][:3]
+            norm.target = aten._native_batch_norm_legit.default
+            norm.meta |= {key: made[:3] for key, made in norm.meta.items() if key in ("val", SYMBOLIC_VALUE)}
             for copy in copies:
                 _erase_unread(graph, copy)
 
@@ -155,7 +165,7 @@ def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
     """Let what is written into a part of a tensor be written there at once, where tracing copies it on the way.
 
     Where it is written over all of a tensor it takes that tensor's place: so does the gradient of global pooling whose
-    channels come last.
+    channels come last. Sizes become numbers of this capture, so it is not for graphs that other sizes are to run.
     """
     given = graph.find_nodes(op="placeholder")
     outside = [*given, *graph.find_nodes(op="get_attr"), *graph.output_node().all_input_nodes]

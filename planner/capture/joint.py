@@ -25,6 +25,9 @@ aten = torch.ops.aten
 
 NodeT = TypeVar("NodeT")
 
+SYMBOLIC_VALUE = "symbolic_val"
+"""Where a node says what it holds for any sizes, beside what it holds for those at hand."""
+
 _ATTENTION_DROPOUT_ARGUMENT = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention": 3,
