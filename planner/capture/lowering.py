@@ -203,7 +203,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),
             again=COMPUTED_AGAIN in node.meta,
-            **operands.described(node),
+            **operands.described(node, in_place=is_batch_norm(node)),
         )
 
     def _looked_at(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cost_models.flops import read_whole
-from planner.capture.joint import is_collective, tensors_of, values_of
+from planner.capture.joint import is_collective, mutates, tensors_of, values_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id, strided_parts
 from planner.capture.trees import sparse_in
 
@@ -74,21 +74,23 @@ def storage_bytes(operator: Any, read: Sequence[torch.Tensor], tensor: torch.Ten
     return max(traced_bytes, max(t.numel() for t in read) * tensor.element_size())
 
 
-def runs_alone(node: fx.Node | None) -> bool:
-    """Whether an operation is one that can be called with made-up arguments, which it may overwrite."""
+def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
+    """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
     if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
         return False
     if is_collective(node):
         return False  # the other ranks would have to run it too
-    return not any(isinstance(argument.meta.get("val"), list) for argument in node.all_input_nodes)  # sparse parts
+    if any(isinstance(argument.meta.get("val"), list) for argument in node.all_input_nodes):
+        return False  # the parts of a sparse tensor
+    return in_place or not mutates(node)
 
 
-def described(node: fx.Node) -> dict[str, str]:
+def described(node: fx.Node, *, in_place: bool = False) -> dict[str, str]:
     """Return the element type that an operation computes in, and its signature if it can run alone."""
     tensors = tensors_of(node)
     return {
         "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-        "signature": signature(node) if runs_alone(node) else "",
+        "signature": signature(node) if runs_alone(node, in_place=in_place) else "",
     }
 
 

@@ -234,7 +234,7 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """What an operation of a graph says of it."""
-        described = operands.described(self.node)
+        described = operands.described(self.node, in_place=True)
         return {"source": self.source, "flops": self.flops, "moved_bytes": self.moved_bytes, **described}
 
 

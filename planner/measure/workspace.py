@@ -97,7 +97,7 @@ def measure(
 
 def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int | None]:
     """See how much workspace calls need; None where one cannot be tried, or is too large to be."""
-    able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node)}
+    able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
 
     def is_small(node: fx.Node) -> bool:
         if effort.operation_bytes == math.inf:

@@ -124,7 +124,7 @@ class Allocations(PeakRecorder):
         if isinstance(function, OpOverload) and not function.is_view and function.overloadpacket not in _ONLY_ALLOCATE:
             node = self._nodes.node(function, args, kwargs or {}, result)
             signature = operands.signature(node)
-            if operands.runs_alone(node):
+            if operands.runs_alone(node, in_place=True):
                 self.calls[signature] = node
             self.note_call(signature, self._at_most(function, args))
         return result

@@ -28,13 +28,11 @@ NAMES += [
     "regnet",
     "electra",
     "gpt-neox",
-    "bart",
     "swin",
 ]
 
-OTHERS = {"bart": 5, "regnet": 6}
-"""How many calls differ: a number that is written into a part of a tensor is made first, and copied; and a convolution
-of one element takes strides, of dimensions of one element, that eager's copies change."""
+OTHERS = {"regnet": 6}
+"""How many calls differ: convolutions of maps of one element, whose strides along these dimensions are others."""
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,3 +72,6 @@ def test_a_captured_step_calls_what_eager_calls(name: str, monkeypatch: pytest.M
     more = Counter(captured) - Counter(in_eager)
     assert sum(more.values()) <= OTHERS.get(name, 0), more
     assert len(captured) <= len(in_eager)
+    planner.unwrap(model)
+    torch._C._cuda_clearCublasWorkspaces()  # other tests count what is there, and draw from the beginning
+    torch.cuda.manual_seed(0)
