@@ -33,8 +33,8 @@ _CPU_ELEMENTS_PER_SECOND_PER_CORE = {
     "aten.scatter_add": 0.6e9,
     "aten.sort": 17e6,
     "aten.native_batch_norm": 0.55e9,
+    "aten._native_batch_norm_legit": 0.55e9,
     "aten._native_batch_norm_legit_functional": 0.55e9,
-    "aten._native_batch_norm_legit.no_stats": 0.55e9,
     "aten._fused_rms_norm": 1.3e9,
     "aten.max_pool2d_with_indices": 33e6,
 }

@@ -174,7 +174,7 @@ def sum_in_place(joint: JointGraph) -> None:
         if not isinstance(first, fx.Node) or not is_backward(node) or not _is_free(first, node):
             continue
         node.target = aten.add_.Tensor
-        _look_at(node, node.meta["val"], first.meta["val"])
+        look_at(node, node.meta["val"], first.meta["val"])
         pending.append(_origin(first))
 
 
@@ -210,7 +210,7 @@ def _has_one_reader(node: fx.Node) -> bool:
     return False
 
 
-def _look_at(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> None:
+def look_at(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> None:
     """Record that a node's output, and every view of it, now share other memory."""
     storage = storage_id(before)
     node.meta["val"] = after

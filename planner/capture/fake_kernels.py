@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import operands
 from planner.capture.fake_internals import fake_calls_by
-from planner.capture.target_device import TargetDevice, is_for_target_device, tracing_for
+from planner.capture.target_device import TargetDevice, is_for_target_device, meant, tracing_for
 from planner.capture.torch_internals import (
     FakeTensor,
     OpOverload,
+    channels_come_last,
     eager_kernels,
     hint_of,
     is_drawn,
@@ -89,7 +90,12 @@ def kernel_result(function: Any, args: Any, kwargs: Any, run: Callable[[], Any])
         return result
     if function in (aten.view.default, aten._unsafe_view.default):
         return _as_kernels_view(args[0], result)
-    return result if all(map(_is_contiguous, read)) else _laid_out(function, args, kwargs, result)
+    if all(map(_is_contiguous, read)):
+        return result
+    on_cuda = is_for_target_device() or any(tensor.device.type == "cuda" for tensor in tensors)
+    if on_cuda and (known := meant(function)) in _ON_CUDA:
+        return _laid_out_on_cuda(args, _ON_CUDA[known], result)
+    return _laid_out(function, args, kwargs, result)
 
 
 # Dropout on a CPU. Eager multiplies with a mask that it has divided by the share kept; torch's fused operator, whose
@@ -200,7 +206,20 @@ _NORMS = {
     aten.native_group_norm_backward.default,
     aten.native_layer_norm_backward.default,
 }
-"""Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
+"""Not elementwise, yet as many elements come out as go in."""
+
+_ON_CUDA: dict[Any, int | None] = {
+    aten.cudnn_batch_norm_backward.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+    aten.upsample_bilinear2d.default: 0,
+    **dict.fromkeys((aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default)),
+    **dict.fromkeys((aten.native_group_norm_backward.default, aten.native_layer_norm_backward.default)),
+    **dict.fromkeys((aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.roll.default)),
+}
+"""By operator, which argument's memory format the first result has where CUDA runs it; None if it is contiguous.
+
+Traces have the layout of the gradient, say, and copy it where the step has nothing to copy.
+"""
 
 
 def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
@@ -217,6 +236,19 @@ def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
         return result
     with result.fake_mode, torch.no_grad():
         return result.as_strided(result.shape, strides, result.storage_offset())
+
+
+def _laid_out_on_cuda(arguments: Any, like: int | None, result: Any) -> Any:
+    """Return the results of a call with the first laid out as CUDA's kernel does."""
+    first = tensors_in(result)[0]
+    order = list(range(first.dim()))
+    if like is not None and channels_come_last(_numbers(arguments[like].shape), _numbers(arguments[like].stride())):
+        order = [0, *order[2:], 1]
+    if not isinstance(first, FakeTensor) or _order(first) == order:
+        return result
+    with first.fake_mode, torch.no_grad():
+        made = torch.empty_permuted(first.shape, order, dtype=first.dtype, device=first.device)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: made if tensor is first else tensor, result)
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:

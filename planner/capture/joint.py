@@ -18,11 +18,15 @@ from planner.capture.torch_internals import (
     OpOverload,
     TangentAOTInput,
     is_mutable,
+    written_arguments,
 )
 
 aten = torch.ops.aten
 
 NodeT = TypeVar("NodeT")
+
+SYMBOLIC_VALUE = "symbolic_val"
+"""Where a node says what it holds for any sizes, beside what it holds for those at hand."""
 
 _ATTENTION_DROPOUT_ARGUMENT = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
@@ -195,13 +199,18 @@ def mutates(node: fx.Node) -> bool:
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Whether a node is BatchNorm in training: recomputed, it takes the form without running statistics."""
-    kinds = (aten._native_batch_norm_legit_functional.default, aten.cudnn_batch_norm.default)
-    return node.target in kinds and node.args[5] is True
+    own = (aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default)
+    return node.target in (*own, aten.cudnn_batch_norm.default) and node.args[5] is True
 
 
-def writes_statistics(node: fx.Node) -> bool:
-    """Whether a node updates running statistics that its schema does not declare, as cuDNN's BatchNorm does."""
-    return is_batch_norm(node) and node.target is aten.cudnn_batch_norm.default
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a node writes into; cuDNN's BatchNorm does not declare that it updates statistics."""
+    if node.op != "call_function":
+        return []
+    if is_batch_norm(node) and node.target is aten.cudnn_batch_norm.default:
+        return [argument for argument in node.args[3:5] if isinstance(argument, fx.Node)]
+    target: Any = node.target
+    return written_arguments(target, node.args, node.kwargs, fx.Node) if isinstance(target, OpOverload) else []
 
 
 def drop_unused_statistics(graph: fx.Graph) -> None:
@@ -225,8 +234,7 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
     for node in nodes:
         # Writes and random draws stay where eager has them, whoever reads the result.
         drawn = is_random(node) and node.meta.get("partitioner_tag") == "is_forward"
-        writes = (mutates(node) and not is_backward(node)) or writes_statistics(node)
-        if node.op == "call_function" and (drawn or writes):
+        if drawn or (written_by(node) and not is_backward(node)):
             roots.append(node)
     return set(ancestors(roots, nodes))
 
@@ -255,11 +263,10 @@ def sources(roots: Iterable[NodeT], inputs_of: Callable[[NodeT], Iterable[NodeT]
 
 def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
     """Return the inputs that the forward overwrites, which the backward cannot read."""
-    overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
-    overwritten |= {given for n in joint.graph.nodes if writes_statistics(n) for given in n.args[3:5]}
+    overwritten = {argument for node in joint.graph.nodes for argument in written_by(node)}
     names = {d.mutated_input for d in joint.output_descriptors[0] if isinstance(d, InputMutationAOTOutput)}
     overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}
-    return {n for n in overwritten if isinstance(n, fx.Node) and n.op == "placeholder"}
+    return {n for n in overwritten if n.op == "placeholder"}
 
 
 def reads_any(node: fx.Node, unavailable: set[fx.Node], alias_nodes: set[fx.Node]) -> bool:

@@ -29,8 +29,9 @@ from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of, shapes_of_capture
 from planner.capture.fake_kernels import eager_results, kernel_types
 from planner.capture.hugging_face import install_output_hooks
+from planner.capture.in_place import merge_windows, update_in_place
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
-from planner.capture.joint import JointGraph, tensors_of
+from planner.capture.joint import JointGraph, drop_unused_statistics, tensors_of
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.programs import MakeProgram, Program, Programs, may_stand_in, plainly
@@ -417,6 +418,10 @@ class Backend:
         for node in joint.graph.nodes:
             node.target = meant(node.target)
         graph, functional = eliminate_common_subexpressions(joint.graph), self.compiler is not aot_backend
+        drop_unused_statistics(graph)
+        if not (functional or facts["varies"]):
+            merge_windows(joint, graph)
+            update_in_place(graph)
         captured = JointGraph(
             joint, graph, num_forward_outputs, functional=functional, elsewhere=self.elsewhere, **facts
         )

@@ -25,7 +25,6 @@ from planner.capture.inputs import are_dropped
 from planner.capture.joint import (
     JointGraph,
     ancestors,
-    drop_unused_statistics,
     is_batch_norm,
     is_collective,
     is_random,
@@ -38,7 +37,7 @@ from planner.capture.joint import (
     tensors_of,
     values_of,
     weight_copies,
-    writes_statistics,
+    written_by,
 )
 from planner.capture.operands import is_opaque
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, InputMutationAOTOutput, OpOverload, storage_id
@@ -132,7 +131,6 @@ class _Lowering(GraphBuilder[fx.Node]):
         graph = self.joint.graph
         forward_outputs, backward_outputs = self.joint.outputs
         forward = needed_by_forward(self.joint)
-        drop_unused_statistics(graph)
         self._add_given(given)
         self.add_kept((n.name, t.untyped_storage().nbytes(), n) for n, t in self._returned().values())
         for node in graph.nodes:
@@ -200,12 +198,12 @@ class _Lowering(GraphBuilder[fx.Node]):
             module=place.module,
             node=node,
             source=place.source,
-            recomputable=not (mutates(node) or is_collective(node)) and (is_batch_norm(node) or not reads_overwritten),
+            recomputable=is_batch_norm(node) or not (mutates(node) or is_collective(node) or reads_overwritten),
             state_bytes=self.random_state_bytes if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),
             again=COMPUTED_AGAIN in node.meta,
-            **operands.described(node),
+            **operands.described(node, in_place=is_batch_norm(node)),
         )
 
     def _looked_at(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
@@ -310,7 +308,7 @@ def runs_after(lowered: LoweredGraph) -> dict[int, tuple[int, ...]]:
             if chained is not None:
                 after[index].add(chained)
             chained = index
-        written = _storages(_written(node))
+        written = _storages(written_by(node))
         for storage in _storages(node.all_input_nodes):
             if storage in wrote:
                 after[index].add(wrote[storage])
@@ -320,14 +318,6 @@ def runs_after(lowered: LoweredGraph) -> dict[int, tuple[int, ...]]:
             else:
                 read_since[storage].append(index)
     return {index: tuple(sorted(earlier)) for index, earlier in after.items() if earlier}
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node may write into."""
-    if mutates(node):
-        return node.all_input_nodes
-    statistics = node.args[3:5] if writes_statistics(node) else ()
-    return [argument for argument in statistics if isinstance(argument, fx.Node)]
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:

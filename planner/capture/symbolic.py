@@ -22,7 +22,8 @@ from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.fake_internals import python_code
 from planner.capture.fake_kernels import eager_results
-from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
+from planner.capture.in_place import update_in_place
+from planner.capture.joint import SYMBOLIC_VALUE, JointGraph, fake_mode_of, is_tangent
 from planner.capture.torch_internals import outside_autocast
 from planner.errors import PlannerError
 
@@ -34,10 +35,6 @@ _SLICES = {aten.slice.Tensor: 2, aten.slice_backward.default: 3, aten.slice_scat
 _NUMBER_IN = aten._local_scalar_dense.default
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-SYMBOLIC_VALUE = "symbolic_val"
-"""Where a node says what it holds for any sizes, beside what it holds for those at hand."""
 
 
 class OtherProgramError(PlannerError):
@@ -115,6 +112,7 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise OtherProgramError(f"the captured program does not run at these sizes: {error}") from error
         graph = eliminate_common_subexpressions(graph)
+    update_in_place(graph)
     return replace(
         joint,
         graph=graph,

@@ -303,6 +303,13 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [getattr(tensor, part)() for part in parts]
 
 
+def channels_come_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether kernels that keep the order of dimensions give a tensor like this back with channels last."""
+    with outside_tracing():
+        like = torch.empty_strided(sizes, strides, device="meta")
+        return suggest_memory_format(like) in (torch.channels_last, torch.channels_last_3d)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Say how often a tensor's storage was written into in place, as autograd counts it."""
     return tensor._version
@@ -455,12 +462,17 @@ def is_mutable(operator: OpOverload) -> bool:
     return bool(operator._schema.is_mutable) or operator.namespace == "c10d"
 
 
-def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes into, by the operator's schema; all that it takes if that is silent."""
+def written_arguments(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[Any] = torch.Tensor
+) -> list[Any]:
+    """Return what a call writes into, by the operator's schema; all tensors that it takes if that is silent.
+
+    ``kind`` is what stands for tensors among the arguments.
+    """
     if not is_mutable(operator):
         return []
     if not operator._schema.is_mutable:
-        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, kind)]
     expected = operator._schema.arguments
     named = {**dict(zip((argument.name for argument in expected), args, strict=False)), **kwargs}
     written = [named.get(a.name) for a in expected if a.alias_info is not None and a.alias_info.is_write]

@@ -16,6 +16,9 @@ from itertools import accumulate
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
 
+_NUMBER_BYTES = 512
+"""What CUDA's allocator takes at least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InPlace:
@@ -153,8 +156,9 @@ class _Joining:
             return False
         if any(self.runs_with[earlier] > first for earlier in (graph.runs_after or {}).get(index, ())):
             return False
-        # What the backward has made waits there anyway.
-        waiting = {u for u in others if graph.operations[graph.producer[u]].phase is Phase.BACKWARD}
+        # What the backward has made waits there anyway, and so may a number.
+        made_back = {u for u in others if graph.operations[graph.producer[u]].phase is Phase.BACKWARD}
+        waiting = made_back | {u for u in others if values[u].size_bytes <= _NUMBER_BYTES}
         before, workspace = self.touched[first] | waiting, self.workspaces[first]
         alone = self._size_bytes({*operation.inputs, *operation.outputs}) + self.costs[index].workspace_bytes
         together = self._size_bytes(before | set(others)) + max(workspace, self.costs[index].workspace_bytes)

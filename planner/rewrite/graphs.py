@@ -27,6 +27,7 @@ from planner.rewrite import host_copies
 aten = torch.ops.aten
 
 _WITHOUT_STATISTICS: dict[Any, tuple[Any, tuple[None, ...], int]] = {
+    aten._native_batch_norm_legit.default: (aten._native_batch_norm_legit.no_stats, (), 3),
     aten._native_batch_norm_legit_functional.default: (aten._native_batch_norm_legit.no_stats, (), 3),
     aten.cudnn_batch_norm.default: (aten.cudnn_batch_norm.default, (None, None), 4),
 }

@@ -116,7 +116,9 @@ class ObservedCalls:
         self.seen: tuple[int, bool] | None = None
         """Their bytes, and whether they were there when its backward had ended."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those whose state was looked at."""
+        """Those whose state is counted."""
+        self._num_kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Of how many parameters an optimizer had state when that was looked at: to do so takes as long as a kernel."""
         self._is_first, self._has_changed = True, False
         self._before: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages that were on a CPU before the first call."""
@@ -521,8 +523,10 @@ class ObservedCalls:
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Count the state of an optimizer that steps this model's parameters, if the plan does not."""
         plan, options = self.plan, self._options
-        if plan is None or options.budget.size is None or optimizer in self._optimizers:
+        is_known = optimizer in self._optimizers or self._num_kept.get(optimizer) == len(optimizer.state)
+        if plan is None or options.budget.size is None or is_known:
             return
+        self._num_kept[optimizer] = len(optimizer.state)
         alignment_bytes, parameters = self.around.spec().alignment_bytes, self.around.parameters()
         if not kept_for(optimizer, parameters, alignment_bytes):
             return  # of another model, or of stand-ins of its parameters

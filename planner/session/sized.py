@@ -17,9 +17,9 @@ from torch.fx.node import map_aggregate
 from planner.analysis.study import Study
 from planner.capture.fake_internals import without_data
 from planner.capture.inputs import new_bytes
-from planner.capture.joint import fake_mode_of
+from planner.capture.joint import SYMBOLIC_VALUE, fake_mode_of
 from planner.capture.model_facts import of_model
-from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes, expression_of
+from planner.capture.symbolic import SizedFloat, SizedInt, Sizes, expression_of
 from planner.capture.torch_internals import FakeTensorMode
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost, TrainingGraph

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +58,24 @@ def calls() -> Calls:
     numbers = (ctypes.c_long * 6)()
     ctypes.CDLL(None).fakecuda_counts(numbers)
     return Calls(*numbers)
+
+
+_WORK = re.compile(
+    r"_Z|kernel|copy|set |cublas\w*(gemm|Gemm|Matmul |LayoutCreate)|cudnn(BackendExecute|Batch\w+Ex |SetTensorNd)"
+)
+_NUMBERED = {"cudnnBackendExecute": 1, "cudnnBatch": 1, "cublasLtMatmul ": 0}
+"""By the beginning of a library's call, how many of its first arguments are no addresses."""
+
+
+def launched(step: Callable[[], Any]) -> list[str]:
+    """Return the kernels, copies and library calls of a step in order, each with its sizes."""
+    runtime, found = ctypes.CDLL(None), []
+    with tempfile.TemporaryFile("w+") as file:
+        runtime.fakecuda_write_calls(file.fileno())
+        step()
+        runtime.fakecuda_write_calls(-1)
+        file.seek(0)
+        for call in filter(_WORK.match, file):
+            count = next((count for name, count in _NUMBERED.items() if call.startswith(name)), 5)
+            found.append(" ".join(call.split()[: 1 + count]))
+    return found

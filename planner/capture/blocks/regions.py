@@ -22,7 +22,7 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, alike, are_dropped, differentiated, state_of
-from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
+from planner.capture.joint import JointGraph, reach_of, tensors_of, written_by
 from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.model_facts import kinds_of
@@ -435,7 +435,7 @@ def _block(
         raise UnsupportedModelError(f"block {path} reads a tensor that is neither its own nor given to it")
     if not all(map(_is_plain, leaves_of(outputs))):
         raise UnsupportedModelError(f"block {path} returns an object that may hold tensors")
-    if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
+    if any(written in given for node in joint.graph.nodes for written in written_by(node)):
         raise UnsupportedModelError(f"block {path} overwrites what it is given")
     return Block(path, lowered, places, given, raw, outputs, inputs)
 

@@ -20,7 +20,10 @@ GIVES(cublasGetPointerMode_v2, int, 0)
 size_t cublasLtGetVersion(void) { return 130000; }
 MAKES(cublasLtMatmulDescCreate)
 MAKES(cublasLtMatmulPreferenceCreate)
-MAKES(cublasLtMatrixLayoutCreate)
+int cublasLtMatrixLayoutCreate(void **made, int type, uint64_t rows, uint64_t columns, int64_t leading) {
+    *made = handle();
+    return fakecuda_called("cublasLtMatrixLayoutCreate", type, rows, columns, leading, 0);
+}
 int cublasLtMatmulAlgoGetHeuristic(void *lt, void *operation, void *a, void *b, void *c, void *d, void *preference,
                                    int wanted, void *results, int *found) {
     enum { RESULT_BYTES = 96 }; /* cublasLtMatmulHeuristicResult_t: no workspace, and success */
@@ -132,6 +135,9 @@ int cudnnGetRNNWeightParams(void *h, const struct rnn *of, int layer, size_t byt
         *bias_at = weights + at * item_bytes(of->type);
     }
     return 0;
+}
+int cudnnSetTensorNdDescriptor(struct tensor *of, int type, int count, const int *sizes, const int *strides) {
+    return fakecuda_called("cudnnSetTensorNdDescriptor", type, sizes[0], sizes[1], strides[0], strides[1]);
 }
 int cudnnGetTensorNdDescriptor(const struct tensor *of, int wanted, int *type, int *count, int *sizes, int *strides) {
     *count = 3;

@@ -35,6 +35,16 @@ static struct { long mallocs, launches, copies, to_host, synchronisations, pinne
 /* Copies what was counted since the process began: see tests/cuda/gpu.py. */
 void fakecuda_counts(long *out) { memcpy(out, &counts, sizeof counts); }
 
+static int calls_to = -1;
+
+/* Writes kernels, copies and calls of libraries to a file from now on, or no longer (-1): a name and numbers a line. */
+void fakecuda_write_calls(int file) { calls_to = file; }
+
+int fakecuda_called(const char *name, int a, int b, int c, int d, int e) {
+    if (calls_to >= 0) dprintf(calls_to, "%s %d %d %d %d %d\n", name, a, b, c, d, e);
+    return 0;
+}
+
 static int is_traced(void) {
     static int traced = -1;
     if (traced < 0) traced = getenv("FAKE_GPU_TRACE") != NULL;
@@ -369,6 +379,7 @@ E cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) 
 /* Copies. */
 
 static E copied(void *to, const void *from, size_t bytes, cudaStream_t s) {
+    fakecuda_called("copy", bytes, device_of(to), device_of(from), 0, 0);
     if (noted(s, (struct node){to, from, bytes, 0, COPY})) return cudaSuccess;
     counts.copies++;
     if (device_of(from) >= 0 && device_of(to) < 0) counts.to_host++;
@@ -390,22 +401,48 @@ E cudaGetSymbolAddress(void **p, const void *symbol) {
     *p = place;
     return cudaSuccess;
 }
-E cudaMemset(void *p, int byte, size_t bytes) { memset(p, byte, bytes < COPIED ? bytes : COPIED); return cudaSuccess; }
+E cudaMemset(void *p, int byte, size_t bytes) {
+    fakecuda_called("set", bytes, byte, 0, 0, 0);
+    memset(p, byte, bytes < COPIED ? bytes : COPIED);
+    return cudaSuccess;
+}
 E cudaMemsetAsync(void *p, int byte, size_t bytes, cudaStream_t s) {
     return noted(s, (struct node){p, NULL, bytes, byte, SET}) ? cudaSuccess : cudaMemset(p, byte, bytes);
 }
 
-/* Kernels. */
+/* Kernels, by the names that they were registered with. */
 
-static E launched(cudaStream_t s) {
+enum { MOST_KERNELS = 1 << 18 };
+static struct { const void *f; const char *name; } kernels[MOST_KERNELS];
+
+static size_t place_of(const void *f) {
+    size_t at = (uintptr_t)f / 16 % MOST_KERNELS;
+    while (kernels[at].f && kernels[at].f != f) at = (at + 1) % MOST_KERNELS;
+    return at;
+}
+void __cudaRegisterFunction(void **fat, const char *f, char *device_f, const char *name, int limit, uint3 *thread, uint3 *block,
+                            dim3 *block_size, dim3 *grid_size, int *warp_size) {
+    size_t at = place_of(f);
+    kernels[at].f = f, kernels[at].name = name;
+}
+
+static E launched(const void *f, dim3 grid, dim3 block, cudaStream_t s) {
+    const char *name = kernels[place_of(f)].name;
+    fakecuda_called(name ? name : "kernel", grid.x, grid.y, grid.z, block.x, block.y);
     if (!noted(s, (struct node){.kind = KERNEL})) counts.launches++;
     return cudaSuccess;
 }
-E cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return launched(s); }
-E __cudaLaunchKernel(void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return launched(s); }
-E cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) { return launched(config->stream); }
+E cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
+    return launched(f, grid, block, s);
+}
+E __cudaLaunchKernel(void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
+    return launched(f, grid, block, s);
+}
+E cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) {
+    return launched(f, config->gridDim, config->blockDim, config->stream);
+}
 E cudaLaunchCooperativeKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
-    return launched(s);
+    return launched(f, grid, block, s);
 }
 E __cudaGetKernel(void **kernel, const void *f) { *kernel = (void *)f; return cudaSuccess; }
 
