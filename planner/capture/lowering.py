@@ -43,7 +43,7 @@ from planner.capture.operands import is_opaque
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, InputMutationAOTOutput, OpOverload, storage_id
 from planner.errors import UnsupportedModelError
 from planner.ir.builder import GraphBuilder, StepContext
-from planner.ir.graph import ACCUMULATE_TARGET, Phase, TrainingGraph
+from planner.ir.graph import ACCUMULATE_TARGET, Phase, TrainingGraph, chooses
 
 GIVEN_TARGET = "what the rest of the step hands to this part"
 
@@ -188,7 +188,7 @@ class _Lowering(GraphBuilder[fx.Node]):
                 f"the backward of {node.target} ({self.places[node].source}) reads an input that the forward "
                 "overwrites: copy it before the in-place change"
             )
-        place = self.places[node]
+        place, once = self.places[node], is_collective(node) or chooses(str(node.target))
         called = (node.target, *values_of((node.args, node.kwargs)), node.meta.get("val"))
         self.add(
             str(node.target),
@@ -198,7 +198,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             module=place.module,
             node=node,
             source=place.source,
-            recomputable=is_batch_norm(node) or not (mutates(node) or is_collective(node) or reads_overwritten),
+            recomputable=is_batch_norm(node) or not (mutates(node) or once or reads_overwritten),
             state_bytes=self.random_state_bytes if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),

@@ -28,10 +28,7 @@ from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, call_implementation, is_mutable, storage_id
 from planner.capture.trees import tensors_in
 from planner.findings.rules import CheckpointCall, Subject
-
-aten = torch.ops.aten
-
-_CHOOSING = (aten.topk, aten.sort, aten.argmax)
+from planner.ir.graph import chooses
 
 
 def observe(model: nn.Module, inputs: Inputs) -> Subject:
@@ -119,7 +116,7 @@ class _Watcher(StorageRecorder):
             call.trainable |= any(tensor.requires_grad and tensor.numel() for tensor in reads)
             if draws(func, args, kwargs):
                 call.noted["draws"][place] = None
-            if func.overloadpacket in _CHOOSING:
+            if chooses(str(func)):
                 call.noted["chooses"][place] = None
             if written is not None and storage_id(written) in self.state:
                 call.noted["updates"][self.state[storage_id(written)]] = None

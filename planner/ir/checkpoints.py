@@ -14,7 +14,7 @@ the module and recomputed, all at once, when the backward first needs any of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
@@ -38,6 +38,8 @@ class Keepable:
     """How often the region has called that operator before."""
     is_random: bool = False
     """Of operations that draw random numbers a checkpoint keeps all or none."""
+    is_choice: bool = False
+    """Whether it chooses, as a router does; it never runs again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,12 @@ class Region:
     keepable: tuple[Keepable, ...] = ()
     kept: tuple[Keepable, ...] = ()
     """Operations of it that need not run again, and those that do not: their stand-ins are in ``recompute``."""
+
+    def keeping(self, kept: Iterable[Keepable]) -> Region:
+        """Return the variant whose checkpoint keeps the outputs of some operations."""
+        stand_ins = {one.index: one.stand_in for one in kept}
+        again = tuple(stand_ins.get(index, index) for index in self.recompute)
+        return replace(self, recompute=again, kept=tuple(sorted(kept, key=lambda one: one.index)))
 
 
 def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:

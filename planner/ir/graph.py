@@ -42,6 +42,15 @@ def named_by(key: str) -> tuple[str, str]:
     return module, rest.partition("|")[0]
 
 
+def chooses(target: str) -> bool:
+    """Whether an operator chooses by value, as a router does which expert gets a row.
+
+    It runs once: logits that are recomputed with other last bits could choose otherwise, and gradients would be of
+    other experts (transformers issue 47467).
+    """
+    return operator_name(target) in ("topk", "sort", "argmax")
+
+
 def operator_name(target: str) -> str:
     """Return an operator's own name."""
     parts = target.split(".")

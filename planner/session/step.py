@@ -50,10 +50,10 @@ from planner.common.options import (
 from planner.common.units import Size, format_bytes
 from planner.errors import CaptureError, PlanMismatchError
 from planner.findings import model_rules
-from planner.findings.finding import Finding, Severity
+from planner.findings.finding import Finding, Severity, collapsed
 from planner.findings.rules import Subject, examine
 from planner.ir.builder import StepContext
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import OperationCost, Phase, TrainingGraph, chooses
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.policy import Policy
@@ -226,8 +226,16 @@ def outputs_of(options: Options) -> str:
     return options.training.outputs
 
 
-def dropped_outputs(graph: TrainingGraph) -> Iterator[Finding]:
-    """Say which bytes of outputs are taken to go before the backward."""
+def notes_on(graph: TrainingGraph) -> Iterator[Finding]:
+    """Say which bytes of outputs are taken to go before the backward, and what is never recomputed."""
+    if chosen := [o.key for o in graph.operations if o.phase is Phase.FORWARD and chooses(o.target)]:
+        yield Finding(
+            rule="choices-run-once",
+            severity=Severity.NOTE,
+            evidence=f"what chooses by value, as a router does, is not recomputed: {collapsed(chosen)}",
+            cause="with other last bits it could choose otherwise, and gradients would be of other experts",
+            fix="nothing",
+        )
     if outputs_assumed(graph) == DROPPED:
         dropped_bytes = sum(v.size_bytes for v in graph.values if v.kind == "output" and not v.retained)
         yield Finding(
@@ -298,7 +306,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
                 *step.warnings,
                 *eager_baseline.findings(single, planned, options.eager),
                 *_assumptions(step.lowered.joint),
-                *dropped_outputs(step.lowered.graph),
+                *notes_on(step.lowered.graph),
                 *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
             ),
         ),

@@ -156,3 +156,29 @@ def test_the_plan_says_what_is_kept() -> None:
     damaged = plan.to_json().replace('"kept": {', '"kept": {"h.0": {"aten.mm.default": [-1]},', 1)
     with pytest.raises(PlanFileError, match="kept"):
         Plan.from_json(damaged)
+
+
+class Routed(nn.Module):
+    """A layer that sends each row to two of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.up = nn.Parameter(torch.randn(4, WIDTH, 4 * WIDTH) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        share, chosen = self.router(h).softmax(-1).topk(2)
+        shares = torch.zeros(len(h), 4).scatter(1, chosen, share)
+        return x + (torch.einsum("tw,ewf->tef", h, self.up).relu().square().mean(-1) * shares).sum(-1, keepdim=True)
+
+
+def test_what_a_router_chose_is_not_chosen_again() -> None:
+    model, x = nn.Sequential(*(Routed() for _ in range(3))), torch.randn(256, WIDTH)
+    for runtime, budget in (("graph", "60%"), ("regional", "80%"), ("modules", "80%")):
+        plan = planner.plan(model, x, **grouped(activation_budget=budget, runtime=runtime))
+        assert plan.recomputations and any(warning.rule == "choices-run-once" for warning in plan.warnings)
+        if runtime == "modules":
+            assert plan.kept and all("aten.topk.default" in kept for kept in plan.kept.values())
+        else:
+            assert not any("topk" in key for keys in plan.recomputations.values() for key in keys)

@@ -24,7 +24,7 @@ from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, Keepable, Region
-from planner.ir.graph import FOUND_TARGET
+from planner.ir.graph import FOUND_TARGET, chooses
 from planner.ir.layers import is_within
 
 _CUDNN_RNN, _DROPOUT_OF_RNN = "aten._cudnn_rnn.default", 11
@@ -188,14 +188,16 @@ class _Lowering(StepBuilder):
     def _region(self, candidate: _Candidate) -> Region:
         module = candidate.module
         scratch = [self.noted[SCRATCH, module]] if self.random_state_bytes else []
-        return Region(
+        keepable = [self._keepable_at(position, candidate.call) for position in candidate.keepable]
+        region = Region(
             module=module,
             hold=self.noted[HOLD, module],
             recompute=(*scratch, *self.run_at[candidate.call.begin : candidate.stop], self.noted[STOP, module]),
             recompute_before=self.first_at[candidate.before],
             release_at=self.first_at[candidate.until],
-            keepable=tuple(self._keepable_at(position, candidate.call) for position in candidate.keepable),
+            keepable=tuple(keepable),
         )
+        return region.keeping([one for one in keepable if one.is_choice])
 
     def _keepable_at(self, position: int, call: Call) -> Keepable:
         run, operation = self.trace.runs[position], self.operations[self.run_at[position]]
@@ -205,6 +207,7 @@ class _Lowering(StepBuilder):
             operator=operation.target,
             occurrence=run.occurrence - call.called[run.node.target],
             is_random=is_random(run.node),
+            is_choice=chooses(operation.target),
         )
 
     # What can be checkpointed.
@@ -255,7 +258,7 @@ class _Lowering(StepBuilder):
         )
 
     def _keepable(self, positions: range) -> tuple[int, ...]:
-        """Return the runs that are worth keeping: products, convolutions, attention.
+        """Return the runs that are worth keeping: products, convolutions, attention, and choices of a router.
 
         What is kept must still be what its operator gave: nothing writes into it. A random operation that is kept does
         not draw again, so those that come after it would draw what it drew: all are kept, or none.
@@ -275,7 +278,7 @@ class _Lowering(StepBuilder):
             and not operands.is_opaque(target)
             and len(tensors) == len(run.makes)
             and self.written.isdisjoint(run.makes)
-            and run.flops > max((tensor.numel() for tensor in tensors), default=0)
+            and (chooses(str(target)) or run.flops > max((tensor.numel() for tensor in tensors), default=0))
         )
 
     def _is_repeatable(self, call: Call) -> bool:

@@ -8,10 +8,9 @@ each optimum bounds from below what *choices of these regions* can do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from planner.common.limits import Clock
-from planner.ir.checkpoints import Keepable, Region, schedule_of
+from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.layers import path_prefixes
 from planner.ir.problem import Problem, Progress, Solution
@@ -217,7 +216,7 @@ def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence
 
 def _selective_variants(region: Region, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Iterator[Region]:
     random = tuple(one for one in region.keepable if one.is_random)
-    units = [(one,) for one in region.keepable if not one.is_random] + [random] * bool(random)
+    units = [(o,) for o in region.keepable if not (o.is_random or o.is_choice)] + [random] * bool(random)
     seconds = {unit: sum(costs[one.index].seconds for one in unit) for unit in units}
     held_bytes = {
         unit: sum(graph.values[value].size_bytes for one in unit for value in graph.operations[one.index].outputs)
@@ -225,7 +224,7 @@ def _selective_variants(region: Region, graph: TrainingGraph, costs: Sequence[Op
     }
     worth = sorted(units, key=lambda unit: -seconds[unit] / max(held_bytes[unit], 1))
     whole_seconds = sum(seconds.values())
-    kept: list[Keepable] = []
+    kept = list(region.kept)
     saved_seconds, reached = 0.0, 0
     for unit in worth:
         kept += unit
@@ -233,18 +232,11 @@ def _selective_variants(region: Region, graph: TrainingGraph, costs: Sequence[Op
         shares = sum(saved_seconds >= share * whole_seconds * (1 - 1e-9) for share in _SHARES)
         if shares > reached and whole_seconds > 0:
             reached = shares
-            yield keeping(region, kept)
-
-
-def keeping(region: Region, kept: Sequence[Keepable]) -> Region:
-    """Return the variant of a region whose checkpoint keeps the outputs of some operations."""
-    stand_ins = {one.index: one.stand_in for one in kept}
-    again = tuple(stand_ins.get(index, index) for index in region.recompute)
-    return replace(region, recompute=again, kept=tuple(sorted(kept, key=lambda one: one.index)))
+            yield region.keeping(kept)
 
 
 def variant_named(region: Region, operators: Mapping[str, Sequence[int]]) -> Region | None:
     """Return the variant that keeps these occurrences of these operators, None if the region has not all of them."""
     named = {(operator, occurrence) for operator, numbers in operators.items() for occurrence in numbers}
     kept = [one for one in region.keepable if (one.operator, one.occurrence) in named]
-    return keeping(region, kept) if len(kept) == len(named) else None
+    return region.keeping(kept) if len(kept) == len(named) else None
