@@ -169,7 +169,7 @@ def merge_windows(module: fx.GraphModule, graph: fx.Graph) -> None:
     """
     given = graph.find_nodes(op="placeholder")
     outside = [*given, *graph.find_nodes(op="get_attr"), *graph.output_node().all_input_nodes]
-    shared = {storage_id(tensor) for node in outside for tensor in tensors_of(node)}
+    shared = {storage_id(t) for node in outside for t in tensors_of(node) if t.layout is torch.strided}
     numbers: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.target not in _INTO_A_COPY:
