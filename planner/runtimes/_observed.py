@@ -182,6 +182,11 @@ class ObservedCalls:
         """Whether the next step is to be measured."""
         return self.is_asked or self._to_measure > 0
 
+    @property
+    def is_to_be_planned(self) -> bool:
+        """Whether the next call is planned again."""
+        return self._asked is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled() or is_transformed():
@@ -284,6 +289,10 @@ class ObservedCalls:
         """
         tried: dict[int, tuple[int, Options]] = {}
         """By what a call allocates: what the step holds."""
+        logged, models = self._logged[-1][0], self._logged[-1][0].models()
+        others = [model for model in models if model is not self and model.is_to_be_planned]
+        # Other models of the step that are yet to be planned again take their share of what it is above the budget.
+        left_bytes = max(0, logged.held_bytes - before.budget_bytes) * len(others) // len(models)
         for _ in range(_ATTEMPTS):
             options, reserve = self._options, self._options.training.reserve
             try:
@@ -300,7 +309,7 @@ class ObservedCalls:
             own_bytes, held = plan.peak_bytes - plan.total_static_bytes, self._replayed(plan)
             if not held or None in held or own_bytes in tried:
                 break
-            held_bytes, slope = max(filter(None, held)), float(self._logged[-1][0].models().count(self))
+            held_bytes, slope = max(filter(None, held)) - left_bytes, float(models.count(self))
             for other_bytes, (beside_bytes, _) in tried.items():
                 slope = max((held_bytes - beside_bytes) / (own_bytes - other_bytes), 0.5)
             tried[own_bytes] = held_bytes, options
@@ -478,24 +487,21 @@ class ObservedCalls:
     def see_step(self, logged: LoggedStep, loss: LossMemory | None) -> None:
         """Plan for what a whole step held beside the model's own, where the plan in force has no room for it."""
         held_bytes = logged.held_bytes + self._reserve_bytes
-        self.is_asked, self.step_bytes, asked, plan, made = (
-            False,
-            held_bytes,
-            self._asked,
-            self.plan,
-            self._running.plan,
-        )
+        self.is_asked, self.step_bytes = False, held_bytes
+        asked, plan, made = self._asked, self.plan, self._running.plan
         if plan is None or made is None or not self._to_measure:
             return
         self._to_measure -= 1
         self._logged.append((logged, made, self._found_bytes))
-        is_above = held_bytes > plan.budget_bytes
-        if loss is not None and (is_above or abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes):
-            self._count_loss(loss)
-        if self._asked is asked and is_above:
-            # What other calls save grows with what this one does; where it is not known, what is run again may stay.
-            slope = logged.models().count(self) if logged.under(self, made) is not None else 0.5
-            self._asked = with_reserve(asked or self._options, self._reserve_for(plan, held_bytes, slope))
+        if held_bytes > plan.budget_bytes:
+            options, known = asked or self._options, self._options.loss or LossMemory()
+            known_bytes = known.working_bytes + known.held_bytes
+            if loss is not None and loss.working_bytes > known_bytes + _SCALARS and not self.around.has_loss:
+                self._asked = replace(options, loss=loss)
+            else:
+                # What other calls save grows with what this one does; if it is not known, what is run again may stay.
+                slope = len(logged.calls) if logged.under(self, made) is not None else 0.5
+                self._asked = with_reserve(options, self._reserve_for(plan, held_bytes, slope))
         if self._asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", len(logged.calls), format_bytes(held_bytes))
             return
@@ -506,12 +512,6 @@ class ObservedCalls:
             self._logged, self._to_measure = as_planned, 0
         if is_settled or held_bytes > plan.peak_bytes:
             self.predict()
-
-    def _count_loss(self, loss: LossMemory) -> None:
-        """Plan for a loss outside that is larger than the plan in force counts."""
-        known, options = self._options.loss or LossMemory(), self._asked or self._options
-        if not self.around.has_loss and loss.working_bytes > known.working_bytes + known.held_bytes + _SCALARS:
-            self._asked = replace(options, loss=loss)
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
         """Warn once of a call before the backward of another, where its plan is not made for both."""
@@ -546,9 +546,9 @@ class ObservedCalls:
             _warn_of(optimizer, beyond_bytes, self.around.name, plan)
 
 
-_WORTH, _LEAST, _OFF, _NEAR = 0.01, 0.002, 0.005, 0.01
-"""Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, of a loss
-that the plan does not count, and of what a replayed step leaves free."""
+_WORTH, _LEAST, _NEAR = 0.01, 0.002, 0.01
+"""Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, and of
+what a replayed step leaves free."""
 
 _ATTEMPTS = 5
 """How many plans are made at most until a replayed step keeps the budget."""
