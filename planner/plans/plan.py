@@ -300,7 +300,7 @@ class CapturedOrder:
     recompute_seconds: float | None = field(default=None, metadata={"left_out": True})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CallMemory:
     """What a call holds above what is resident: outputs and their gradients are the loop's once it has returned.
 

@@ -108,7 +108,7 @@ class ObservedCalls:
         self.around, self._options, self._start, self._may_drop = around, options, start, may_drop
         self._is_fixed = options.reused_plan is not None or not around.is_alone
         self._running = start(options, plan)
-        self._asked: Options | None = None
+        self.asked: Options | None = None
         """Options for what was observed, to be in force from the next call on."""
         self._to_watch = _STEPS if self._may_drop or _drops(options) else 0
         self._last: list[weakref.ref[Any]] = []
@@ -182,11 +182,6 @@ class ObservedCalls:
         """Whether the next step is to be measured."""
         return self.is_asked or self._to_measure > 0
 
-    @property
-    def is_to_be_planned(self) -> bool:
-        """Whether the next call is planned again."""
-        return self._asked is not None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled() or is_transformed():
@@ -206,8 +201,8 @@ class ObservedCalls:
             self._tell_found(step, (args, kwargs))
         elif self._is_fixed or self._options.budget.size is None:
             self._warn_of_others(awaiting())
-        if self._asked is not None:
-            return self._watched(step, self._planned_anew(self._asked, args, kwargs))
+        if self.asked is not None:
+            return self._watched(step, self._planned_anew(self.asked, args, kwargs))
         if self.plan is None:
             return self._watched(step, self._first_planned(lambda: self._running(*args, **kwargs)))
         return self._watched(step, self._running(*args, **kwargs))
@@ -216,7 +211,7 @@ class ObservedCalls:
         """Whether a call is like an earlier one, so that nothing is captured."""
         leaves = leaves_of((args, kwargs))
         like = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-        is_known = like in self._known_calls and self._asked is None
+        is_known = like in self._known_calls and self.asked is None
         if like not in self._known_calls:
             self._known_calls.append(like)
         self._kind = self._known_calls.index(like)
@@ -226,7 +221,7 @@ class ObservedCalls:
         """Count an optimizer that was made after the model was wrapped, and before the first step."""
         if not self._is_fixed and self._options.optimizer is None:
             found = before_observing(self._options, self.around)
-            self._asked = found if found.optimizer is not None else None
+            self.asked = found if found.optimizer is not None else None
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan the first call ahead of it."""
@@ -290,7 +285,7 @@ class ObservedCalls:
         tried: dict[int, tuple[int, Options]] = {}
         """By what a call allocates: what the step holds."""
         logged, models = self._logged[-1][0], self._logged[-1][0].models()
-        others = [model for model in models if model is not self and model.is_to_be_planned]
+        others = [model for model in models if model is not self and model.asked is not None]
         # Other models of the step that are yet to be planned again take their share of what it is above the budget.
         left_bytes = max(0, logged.held_bytes - before.budget_bytes) * len(others) // len(models)
         for _ in range(_ATTEMPTS):
@@ -343,16 +338,19 @@ class ObservedCalls:
 
     def predict(self) -> None:
         """Take the most that logged steps hold under the plan in force for its prediction."""
-        plan = self._running.plan
-        if plan is not None and (held_bytes := max(filter(None, self._replayed(plan)), default=0)):
-            self._plans[id(plan)] = *self._plans[id(plan)][:2], plan.holding(min(held_bytes, plan.budget_bytes))
+        plan, kind, shown = self._plans.get(id(self._running.plan), (None, 0, None))
+        if plan is None or shown is None or not any(held := self._replayed(plan)):
+            return
+        held_bytes = max(filter(None, held))
+        if not shown.peak_bytes - _SCALARS <= held_bytes <= shown.peak_bytes:
+            self._plans[id(plan)] = plan, kind, plan.holding(min(held_bytes, plan.budget_bytes))
 
     def _start_anew(self, options: Options) -> None:
         """Start the runtime under other options."""
         same, plan = outputs_of(options) == outputs_of(self._options), self.plan
         budget = replace(options.budget, at_least_bytes=0)  # what other outputs are a percentage of is another step
         options = replace(options, budget=budget.after(plan.budget_bytes) if same and plan else budget, eager=None)
-        self._options, self._asked = options, None
+        self._options, self.asked = options, None
         if not self._running.plan_anew(options):
             self._running = self._start(options, None)
 
@@ -416,7 +414,7 @@ class ObservedCalls:
             return  # another plan takes seconds, and this one keeps the budget: the next step may show more
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
-            self._asked, self._has_changed = with_outputs(self._asked or self._options, now), True
+            self.asked, self._has_changed = with_outputs(self.asked or self._options, now), True
         elif is_more:
             warnings.warn(
                 f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan takes them to be "
@@ -436,8 +434,8 @@ class ObservedCalls:
         if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
             return  # it was made for a step that begins with them
         if not self._is_fixed:
-            options = self._asked or self._options
-            self._asked = replace(options, training=replace(options.training, gradient_accumulation=True))
+            options = self.asked or self._options
+            self.asked = replace(options, training=replace(options.training, gradient_accumulation=True))
             return
         warnings.warn(
             f"{self.around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
@@ -469,7 +467,7 @@ class ObservedCalls:
         found, size_bytes = list[Any](), static.get("inputs", 0)
         if step.calls:  # other inputs are made in the step
             size_bytes = sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
-        if not any(call() is self for call in step.calls):
+        if not step.calls or self not in step.models():
             self._found_bytes = sum(gradient.nbytes for gradient in self._gradients())
             gradients = [] if "communication buffers" in static else tensors_in(self._gradients())
             found = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]
@@ -488,7 +486,7 @@ class ObservedCalls:
         """Plan for what a whole step held beside the model's own, where the plan in force has no room for it."""
         held_bytes = logged.held_bytes + self._reserve_bytes
         self.is_asked, self.step_bytes = False, held_bytes
-        asked, plan, made = self._asked, self.plan, self._running.plan
+        asked, plan, made = self.asked, self.plan, self._running.plan
         if plan is None or made is None or not self._to_measure:
             return
         self._to_measure -= 1
@@ -497,12 +495,12 @@ class ObservedCalls:
             options, known = asked or self._options, self._options.loss or LossMemory()
             known_bytes = known.working_bytes + known.held_bytes
             if loss is not None and loss.working_bytes > known_bytes + _SCALARS and not self.around.has_loss:
-                self._asked = replace(options, loss=loss)
+                self.asked = replace(options, loss=loss)
             else:
                 # What other calls save grows with what this one does; if it is not known, what is run again may stay.
                 slope = len(logged.calls) if logged.under(self, made) is not None else 0.5
-                self._asked = with_reserve(options, self._reserve_for(plan, held_bytes, slope))
-        if self._asked is not asked:
+                self.asked = with_reserve(options, self._reserve_for(plan, held_bytes, slope))
+        if self.asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", len(logged.calls), format_bytes(held_bytes))
             return
         as_planned = [one for one in self._logged if one[1] is made]
@@ -541,7 +539,7 @@ class ObservedCalls:
         beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
         exceeds = beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes
         if not self._is_fixed and (exceeds or beyond_bytes > _LEAST * plan.budget_bytes):
-            self._asked = replace(self._asked or options, optimizer=self.around.optimizer())
+            self.asked = replace(self.asked or options, optimizer=self.around.optimizer())
         elif exceeds:
             _warn_of(optimizer, beyond_bytes, self.around.name, plan)
 

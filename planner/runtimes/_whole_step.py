@@ -144,9 +144,8 @@ class WholeStep:
         self._log, self._alignment_bytes = log, alignment_bytes
         self._marks: list[tuple[str, int]] = []
         """What begins or ends there, of which call."""
-        self.calls: list[weakref.ref[ObservedCalls]] = []
-        self._memory: list[CallMemory | None] = []
-        """What each of them holds by its plan, if it can be said."""
+        self.calls: list[tuple[weakref.ref[ObservedCalls], CallMemory | None]] = []
+        """With what each of them holds by its plan, if it can be said."""
         self._found_bytes = 0
         """What is on the device before it, as far as a CPU shows it."""
         self._found: list[tuple[weakref.ref[Any], int]] = []
@@ -167,7 +166,8 @@ class WholeStep:
 
     def models(self) -> list[ObservedCalls]:
         """Return the wrapped models, once for each call; before the first, those expected."""
-        return [model for each in self.calls or self._expected if (model := each()) is not None]
+        calls = [each for each, _ in self.calls]
+        return [model for each in calls or self._expected if (model := each()) is not None]
 
     def find(self, size_bytes: int, storages: list[Any]) -> None:
         """Count what a call of one of its models finds on the device: so many bytes, and storages that may go."""
@@ -185,10 +185,9 @@ class WholeStep:
             output.grad_fn.register_prehook(call.begin)  # type: ignore[union-attr]
         with _lock:
             _calls.add(call)
-        self.calls.append(weakref.ref(calls))
-        self._memory.append(calls.plan.call_memory if calls.plan is not None else None)
+        self.calls.append((weakref.ref(calls), calls.plan.call_memory if calls.plan is not None else None))
         if self._log is not None:
-            self._mark(_RETURNED, len(self._memory) - 1)
+            self._mark(_RETURNED, len(self.calls) - 1)
             at_end_of_backward(starts, lambda: self._mark(_ENDED))
 
     def begun(self, gradients: Any, call: int) -> None:
@@ -197,7 +196,7 @@ class WholeStep:
         if last not in (_RETURNED, _ENDED):
             return  # there is no log, or it comes to another of its outputs
         if torch.is_grad_enabled():
-            self._memory[call] = None  # what is run again is saved for a backward of this backward
+            self.calls[call] = self.calls[call][0], None  # what is run again is saved for a backward of this backward
         if last == _RETURNED:
             given = [g for g in gradients if isinstance(g, torch.Tensor) and g.layout is torch.strided]
             self._given_bytes = sum({id(s): s.nbytes() for s in map(storage_of, given)}.values())
@@ -228,7 +227,7 @@ class WholeStep:
             held_bytes=found_bytes + max(accumulate((c for part in parts[:until] for c in part), initial=0)),
             found_bytes=found_bytes,
             parts=tuple(self._parts(parts[:until])),
-            calls=tuple(zip(self.calls, self._memory, strict=True)),
+            calls=tuple(self.calls),
             kinds=frozenset(self.kinds),
         )
         for model in dict.fromkeys(self.models()):

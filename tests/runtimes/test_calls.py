@@ -56,16 +56,12 @@ def test_a_whole_step_keeps_its_budget(name: str) -> None:
     found = loops.tried(loops.LOOPS[name], share=0.65, seconds=0.5)
     used = [step["peak_bytes"] / step["predicted_bytes"] for step in found["steps"]]
     assert found["equal"] and all(step["peak_bytes"] <= found["budget_bytes"] for step in found["steps"])
-    # What stays of a recompute in a backward that is differentiated is known once it ran. Targets are no inputs.
-    least = 0.9 if "penalty" in name else 0.995
-    assert 0.995 <= used[-1] <= 1.001 and least <= used[0] <= 1.001
+    # What a backward that is differentiated keeps of a recompute is known once it ran. Targets are no inputs.
+    assert all(0.995 <= each <= 1.001 for each in used["penalty" in name :])
 
 
 def test_a_logged_step_is_replayed_under_another_plan() -> None:
-    before, now = (
-        CallMemory(forward_bytes=forward, saved_bytes=saved, backward_bytes=backward, keeping_bytes=keeping)
-        for forward, saved, backward, keeping in ((90, 80, 100, 130), (60, 40, 70, 110))
-    )
+    before, now = CallMemory(90, 80, 100, 130), CallMemory(60, 40, 70, 110)
     forwards = [Part(90, 80, call, "forward_bytes") for call in (0, 1)]
     backwards = [Part(20, -70, call, "backward_bytes") for call in (1, 0)]
     parts, calls = [*forwards, Part(25, 5), *backwards], [(before, now)] * 2
