@@ -288,6 +288,7 @@ class ObservedCalls:
         others = [model for model in models if model is not self and model.asked is not None]
         # Other models of the step that are yet to be planned again take their share of what it is above the budget.
         left_bytes = max(0, logged.held_bytes - before.budget_bytes) * len(others) // len(models)
+        left_bytes -= _SCALARS  # targets and metrics that a log need not see
         for _ in range(_ATTEMPTS):
             options, reserve = self._options, self._options.training.reserve
             try:
@@ -297,9 +298,9 @@ class ObservedCalls:
                 if not isinstance(reserve, int):
                     raise
                 reserve -= error.minimum_feasible_peak_bytes - before.budget_bytes
-                if reserve <= before.static_bytes.get("reserve", 0):
+                if reserve <= before.static_bytes.get("reserve", 0) and not tried:
                     raise
-                self._start_anew(with_reserve(options, reserve))
+                self._start_anew(with_reserve(options, max(reserve, self._reserve_bytes)))
                 continue
             own_bytes, held = plan.peak_bytes - plan.total_static_bytes, self._replayed(plan)
             if not held or None in held or own_bytes in tried:
