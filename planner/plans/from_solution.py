@@ -62,8 +62,7 @@ def plan_from_solution(
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
-    least = smallest_bytes if compare else None
-    found = _warnings(problem, evaluation, solution, limits or SolveLimits(), least)
+    found = _warnings(problem, evaluation, solution, limits or SolveLimits(), smallest_bytes if compare else None)
     plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),

@@ -164,7 +164,7 @@ class ObservedCalls:
             f"outputs are {outputs}": self._may_drop and outputs != HELD,
             "gradients of earlier backwards are there when a step begins": options.training.gradient_accumulation,
             "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
-            f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > 0,
+            f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > _SCALARS,
         }
         if loss is not None and not self.around.has_loss:
             held_bytes = loss.working_bytes + loss.held_bytes

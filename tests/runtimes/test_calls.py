@@ -78,7 +78,7 @@ def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:
     for _ in range(4):
         made.run()
     seen = planner.status(model).observed
-    assert seen[0] == "outputs are dropped" and re.fullmatch("a loss outside the model takes .* KiB", seen[-1])
+    assert "outputs are dropped" in seen and re.fullmatch("a loss outside the model takes .* KiB", seen[-1])
     plan = planner.Plan.from_json(planner.plan_of(model).to_json())
     assert planner.Plan.from_json(plan.holding(plan.budget_bytes).to_json()).static_bytes["reserve"] > 0
     less = plan.holding(plan.peak_bytes - 100_000)
