@@ -134,8 +134,8 @@ class ObservedCalls:
         reserve = options.training.reserve
         self._reserve_bytes = parse_size(reserve, whole_bytes=around.spec().memory_bytes) if reserve else 0
         """What the user keeps free of the budget."""
-        self._logged: list[tuple[LoggedStep, Plan, int]] = []
-        """Steps that were measured, the plan then, and how many bytes of gradients they began with."""
+        self._logged: list[tuple[LoggedStep, Plan, bool, int]] = []
+        """Steps that were measured, the plan then, whether an optimizer's state was there, and bytes of gradients."""
         self._found_bytes = 0
         """Of gradients, when the last one began."""
         self._is_said = self._is_told = False
@@ -332,7 +332,7 @@ class ObservedCalls:
         _, kind, _ = self._plans.get(id(plan), (plan, self._kind, plan))
         held = [
             logged.held_bytes if before is plan else logged.under(self, plan)
-            for logged, before, _ in self._logged
+            for logged, before, *_ in self._logged
             if logged.kinds == {kind} and _resident_bytes(before) == _resident_bytes(plan)
         ]
         return [held_bytes and held_bytes + self._reserve_bytes for held_bytes in held]
@@ -491,7 +491,8 @@ class ObservedCalls:
         if plan is None or made is None or not self._to_measure:
             return
         self._to_measure -= 1
-        self._logged.append((logged, made, self._found_bytes))
+        is_whole = bool(self._optimizers) or "optimizer" not in plan.static_bytes
+        self._logged.append((logged, made, is_whole, self._found_bytes))
         if held_bytes > plan.budget_bytes:
             options, known = asked or self._options, self._options.loss or LossMemory()
             known_bytes = known.working_bytes + known.held_bytes
@@ -504,12 +505,11 @@ class ObservedCalls:
         if self.asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", len(logged.calls), format_bytes(held_bytes))
             return
-        as_planned = [one for one in self._logged if one[1] is made]
         # An optimizer's state is planned for before it is there.
-        is_settled = len(as_planned) >= _ENOUGH and (bool(self._optimizers) or "optimizer" not in plan.static_bytes)
-        if is_settled:
+        as_planned = [one for one in self._logged if one[1] is made and one[2]]
+        if len(as_planned) >= _ENOUGH:
             self._logged, self._to_measure = as_planned, 0
-        if is_settled or held_bytes > plan.peak_bytes:
+        if len(as_planned) >= _ENOUGH or held_bytes > plan.peak_bytes:
             self.predict()
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
