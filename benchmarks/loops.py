@@ -505,8 +505,8 @@ def _markdown(result: Result) -> str:
     lines = [
         "# Loops as people write them",
         "",
-        "Peaks of a whole iteration, an early one and the eighth. Before a plan for several calls was measured, its "
-        "prediction is an upper bound. Kernels of stand-ins for a GPU compute nothing: their bits say nothing.",
+        "Peaks of a whole iteration, an early one and the eighth. What a backward that is differentiated keeps of a "
+        "recompute is not predicted. Kernels of stand-ins for a GPU compute nothing: their bits say nothing.",
     ]
     for under, rows in result["under"].items():
         steps = " / ".join(str(step["step"]) for step in next(iter(rows.values()))["steps"])

@@ -21,7 +21,7 @@ from planner.ir.simulator import Evaluation
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes, reserve_warnings, reserved_by_cuda, whole_peak_bytes
 from planner.plans.comparison import baseline_rows
-from planner.plans.liveness import anatomy_of_peak, locate_peak, placement
+from planner.plans.liveness import anatomy_of_peak, call_memory, locate_peak, placement
 from planner.plans.module_choices import kept_of
 from planner.plans.offload import offloading_of
 from planner.plans.ordering import smallest_budgets
@@ -62,8 +62,7 @@ def plan_from_solution(
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     smallest_bytes = max(lowest_bytes, optimizer_bytes)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
-    least = smallest_bytes if compare else None
-    found = _warnings(problem, evaluation, solution, limits or SolveLimits(), least)
+    found = _warnings(problem, evaluation, solution, limits or SolveLimits(), smallest_bytes if compare else None)
     plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),
@@ -94,6 +93,7 @@ def plan_from_solution(
         warnings=(*found, *reserve_warnings(problem, reserved, static_memory), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
+        call_memory=call_memory(graph, schedule, evaluation),
     )
     return plan if problem.regions is None else replace(plan, kept=kept_of(plan, problem))
 

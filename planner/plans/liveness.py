@@ -6,13 +6,15 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import add
 
 from planner.ir.checkpoints import BOOKKEEPING
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, named_by
 from planner.ir.layers import Layers, number_ranges
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, FetchedCopy, lifetimes
-from planner.plans.plan import AliveTensors, LayerPlacement, PeakLocation
+from planner.plans.plan import AliveTensors, CallMemory, LayerPlacement, PeakLocation
 
 _OWN_KINDS = {
     "gradient": "gradients",
@@ -82,6 +84,30 @@ def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
     order = schedule.order
     positions = (at for at, index in enumerate(order) if graph.operations[index].phase is Phase.BACKWARD)
     return next(positions, len(order))
+
+
+def call_memory(graph: TrainingGraph, schedule: Schedule, evaluation: Evaluation) -> CallMemory | None:
+    """Return what a call holds before and after the loss; None of a step that has no loss."""
+    if graph.loss_index not in schedule.order:
+        return None
+    last = {index: at for at, index in enumerate(schedule.order)}
+    loss, others, saved = last[graph.loss_index], *([0] * (len(schedule.order) + 1) for _ in range(2))
+    for value, born, died in lifetimes(graph, schedule):
+        size_bytes, kind = graph.values[value].size_bytes, graph.values[value].kind
+        if kind in ("output", "tangent"):  # what is kept of the last call, and what the loop holds of this one
+            read = max((last[reader] for reader in graph.readers[value]), default=loss) if kind == "tangent" else loss
+            others[min(read, died) + 1 if died >= loss else born] -= size_bytes
+            others[died + 1] += size_bytes
+        elif born < loss < died:
+            saved[died + 1] += size_bytes
+    held = [*map(add, evaluation.timeline_bytes, accumulate(others))]
+    made_bytes = sum(graph.values[value].size_bytes for value in graph.operations[graph.loss_index].outputs)
+    return CallMemory(
+        forward_bytes=max(held[:loss], default=0),
+        saved_bytes=held[loss] - made_bytes,
+        backward_bytes=max(held[loss + 1 :], default=0),
+        keeping_bytes=max([*map(add, held, accumulate(saved))][loss + 1 :], default=0),
+    )
 
 
 def joined(alive: Iterable[AliveTensors]) -> tuple[AliveTensors, ...]:

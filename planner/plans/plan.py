@@ -300,6 +300,20 @@ class CapturedOrder:
     recompute_seconds: float | None = field(default=None, metadata={"left_out": True})
 
 
+@dataclass(frozen=True, slots=True)
+class CallMemory:
+    """What a call holds above what is resident: outputs and their gradients are the loop's once it has returned.
+
+    At most in its forward; saved when it has returned; at most in its backward, and in one that keeps the graph and so
+    frees nothing that is saved.
+    """
+
+    forward_bytes: int
+    saved_bytes: int
+    backward_bytes: int
+    keeping_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to save, recompute and offload, what that costs, and how near it is to the lower bound."""
@@ -374,6 +388,8 @@ class Plan:
     for an operator, which of its calls within the module."""
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
     """Every operation with its cost. Not part of a plan file, nor of comparisons."""
+    call_memory: CallMemory | None = field(default=None, compare=False, repr=False)
+    """What a call holds in its forward and its backward; not part of a plan file either."""
 
     @property
     def overhead(self) -> float:

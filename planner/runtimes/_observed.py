@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cost_models.devices import DeviceSpec
 from planner.capture.inputs import Inputs
-from planner.capture.torch_internals import at_end_of_backward, is_transformed, storage_of, storages_on_cpu
+from planner.capture.torch_internals import at_end_of_backward, entered, is_transformed, storage_of, storages_on_cpu
 from planner.capture.trees import leaf_tensors, leaves_of, tensors_in
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes, parse_size
@@ -34,7 +34,7 @@ from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_exis
 from planner.plans.plan import Plan
 from planner.report.verdict import brief
 from planner.runtimes import ReplannedModel
-from planner.runtimes._whole_step import WholeStep, awaiting, close_step, close_step_if_over, step_with
+from planner.runtimes._whole_step import LoggedStep, WholeStep, awaiting, close_step, close_step_if_over, step_with
 from planner.session.step import Options, outputs_of
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ObservedCalls:
         self.around, self._options, self._start, self._may_drop = around, options, start, may_drop
         self._is_fixed = options.reused_plan is not None or not around.is_alone
         self._running = start(options, plan)
-        self._asked: Options | None = None
+        self.asked: Options | None = None
         """Options for what was observed, to be in force from the next call on."""
         self._to_watch = _STEPS if self._may_drop or _drops(options) else 0
         self._last: list[weakref.ref[Any]] = []
@@ -130,20 +130,17 @@ class ObservedCalls:
         """What calls were like that need no new capture."""
         self._kind = -1
         """Which of these the last call is like."""
-        self._planned_for: dict[int, int] = {}
-        """By the identity of a plan, which of these it was made for."""
-        self._known_plans: list[Plan | None] = []
+        self._plans: dict[int, tuple[Plan, int, Plan]] = {}
+        """By its identity, a plan as it was made, for which of these, and as it was measured or replayed."""
         self._to_measure = 0 if self._is_fixed or options.budget.size is None else _MEASURED
-        self._as_planned = 0
-        """How many steps in a row held what was planned for."""
-        self._most_bytes = 0
-        """The most that one of these held."""
-        self._reserve_bytes = self._reserved_bytes()
-        self._as_measured: tuple[Plan | None, Plan | None] = None, None
-        """The plan as it was made, and as it was measured."""
-        self._measured: list[tuple[int, int]] = []
-        """Of steps, what a call allocated by its plan, and what all of the step allocated."""
-        self._is_said = self._has_grown = self._is_told = False
+        reserve = options.training.reserve
+        self._reserve_bytes = parse_size(reserve, whole_bytes=around.spec().memory_bytes) if reserve else 0
+        """What the user keeps free of the budget."""
+        self._logged: list[tuple[LoggedStep, Plan, bool, int]] = []
+        """Steps that were measured, the plan then, whether an optimizer's state was there, and bytes of gradients."""
+        self._found_bytes = 0
+        """Of gradients, when the last one began."""
+        self._is_said = self._is_told = False
         self.was_logged = False
         """Whether the last step was measured."""
         self.is_asked = False
@@ -155,8 +152,8 @@ class ObservedCalls:
     @property
     def plan(self) -> Plan | None:
         """The plan in force, with what a measured step held under it."""
-        plan, (made, measured) = self._running.plan, self._as_measured
-        return measured if plan is made else plan
+        plan = self._running.plan
+        return self._plans[id(plan)][-1] if id(plan) in self._plans else plan
 
     @property
     def seen_around(self) -> tuple[str, ...]:
@@ -169,7 +166,7 @@ class ObservedCalls:
             f"outputs are {outputs}": self._may_drop and outputs != HELD,
             "gradients of earlier backwards are there when a step begins": options.training.gradient_accumulation,
             "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
-            f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > 0,
+            f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > _SCALARS,
         }
         if loss is not None and not self.around.has_loss:
             held_bytes = loss.working_bytes + loss.held_bytes
@@ -206,18 +203,17 @@ class ObservedCalls:
             self._tell_found(step, (args, kwargs))
         elif self._is_fixed or self._options.budget.size is None:
             self._warn_of_others(awaiting())
-        plan = self.plan
-        if self._asked is not None:
-            return self._watched(step, plan, self._planned_anew(self._asked, args, kwargs))
-        if plan is None:
-            return self._watched(step, plan, self._first_planned(lambda: self._running(*args, **kwargs)))
-        return self._watched(step, plan, self._running(*args, **kwargs))
+        if self.asked is not None:
+            return self._watched(step, self._planned_anew(self.asked, args, kwargs))
+        if self.plan is None:
+            return self._watched(step, self._first_planned(lambda: self._running(*args, **kwargs)))
+        return self._watched(step, self._running(*args, **kwargs))
 
     def _is_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is like an earlier one, so that nothing is captured."""
         leaves = leaves_of((args, kwargs))
         like = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-        is_known = like in self._known_calls and self._asked is None
+        is_known = like in self._known_calls and self.asked is None
         if like not in self._known_calls:
             self._known_calls.append(like)
         self._kind = self._known_calls.index(like)
@@ -227,7 +223,7 @@ class ObservedCalls:
         """Count an optimizer that was made after the model was wrapped, and before the first step."""
         if not self._is_fixed and self._options.optimizer is None:
             found = before_observing(self._options, self.around)
-            self._asked = found if found.optimizer is not None else None
+            self.asked = found if found.optimizer is not None else None
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan the first call ahead of it."""
@@ -256,24 +252,18 @@ class ObservedCalls:
 
         That may not be where it takes outputs to be dropped that the loop holds: the InfeasibleBudgetError is raised.
         """
-        running, options, was_planned = self._running, self._options, self.plan is not None
+        running, options, before = self._running, self._options, self._running.plan
         self._start_anew(asked)
-        if not was_planned:
+        if before is None:
             return self._first_planned(lambda: self._running(*args, **kwargs))
         try:
+            if self._logged:
+                self._fit(Inputs(args, kwargs), before)
             return self._running(*args, **kwargs)
         except InfeasibleBudgetError as error:
             if _drops(options) and not _drops(asked):
                 error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
                 raise
-            least_bytes, reserve = error.minimum_feasible_peak_bytes, asked.training.reserve
-            if isinstance(reserve, int) and running.plan is not None:
-                # A plan that saves less lets other calls save less too, often by more than in proportion.
-                reserve -= least_bytes - running.plan.budget_bytes
-                if reserve > (running.plan.static_bytes.get("reserve", 0)):
-                    lowest = replace(asked, training=replace(asked.training, reserve=reserve))
-                    self._back_to(running, options)
-                    return self._planned_anew(lowest, args, kwargs)
             self._back_to(running, options)
             self._is_fixed, self._is_said, self._to_watch, self._to_measure = True, True, 0, 0
             if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
@@ -289,12 +279,81 @@ class ObservedCalls:
             warnings.warn(f"{error}. The plan in force goes on, and does not count {uncounted}", stacklevel=6)
         return self._running(*args, **kwargs)
 
+    def _fit(self, inputs: Inputs, before: Plan) -> None:
+        """Plan a call until the step that was logged, replayed under its plan, just keeps the budget.
+
+        InfeasibleBudgetError says that no plan leaves more room than the one before.
+        """
+        tried: dict[int, tuple[int, Options]] = {}
+        """By what a call allocates: what the step holds."""
+        logged, models = self._logged[-1][0], self._logged[-1][0].models()
+        others = [model for model in models if model is not self and model.asked is not None]
+        # Other models of the step that are yet to be planned again take their share of what it is above the budget.
+        left_bytes = max(0, logged.held_bytes - before.budget_bytes) * len(others) // len(models)
+        left_bytes -= _SCALARS  # targets and metrics that a log need not see
+        for _ in range(_ATTEMPTS):
+            options, reserve = self._options, self._options.training.reserve
+            try:
+                with entered(self.around.device()):
+                    plan = self._running.plan_for(inputs)
+            except InfeasibleBudgetError as error:
+                if not isinstance(reserve, int):
+                    raise
+                reserve -= error.minimum_feasible_peak_bytes - before.budget_bytes
+                if reserve <= before.static_bytes.get("reserve", 0) and not tried:
+                    raise
+                self._start_anew(with_reserve(options, max(reserve, self._reserve_bytes)))
+                continue
+            own_bytes, held = plan.peak_bytes - plan.total_static_bytes, self._replayed(plan)
+            if not held or None in held or own_bytes in tried:
+                break
+            held_bytes, slope = max(filter(None, held)) - left_bytes, float(models.count(self))
+            for other_bytes, (beside_bytes, _) in tried.items():
+                slope = max((held_bytes - beside_bytes) / (own_bytes - other_bytes), 0.5)
+            tried[own_bytes] = held_bytes, options
+            room = 1 - held_bytes / plan.budget_bytes
+            if 0 <= room <= _NEAR or (room > 0 and not plan.recomputations):
+                break
+            self._start_anew(with_reserve(options, self._reserve_for(plan, held_bytes, slope)))
+        if tried:
+            fitting = [own for own, (held_bytes, _) in tried.items() if held_bytes <= before.budget_bytes]
+            _, options = tried[max(fitting) if fitting else min(tried)]
+            if options is not self._options:
+                self._start_anew(options)
+
+    def _reserve_for(self, plan: Plan, held_bytes: int, slope: float) -> int:
+        """Return what is to be left free so that a step that held this just keeps the budget.
+
+        With each byte less that a call allocates it holds ``slope`` bytes less.
+        """
+        free_bytes = plan.static_bytes.get("reserve", 0) + plan.budget_bytes - plan.peak_bytes
+        return max(self._reserve_bytes, free_bytes + int((held_bytes - plan.budget_bytes) / slope))
+
+    def _replayed(self, plan: Plan) -> list[int | None]:
+        """Return what each step that was logged holds under a plan; None where it cannot be said."""
+        _, kind, _ = self._plans.get(id(plan), (plan, self._kind, plan))
+        held = [
+            logged.held_bytes if before is plan else logged.under(self, plan)
+            for logged, before, *_ in self._logged
+            if logged.kinds == {kind} and _resident_bytes(before) == _resident_bytes(plan)
+        ]
+        return [held_bytes and held_bytes + self._reserve_bytes for held_bytes in held]
+
+    def predict(self) -> None:
+        """Take the most that logged steps hold under the plan in force for its prediction."""
+        plan, kind, shown = self._plans.get(id(self._running.plan), (None, 0, None))
+        if plan is None or shown is None or not any(held := self._replayed(plan)):
+            return
+        held_bytes = max(filter(None, held))
+        if not shown.peak_bytes - _SCALARS <= held_bytes <= shown.peak_bytes:
+            self._plans[id(plan)] = plan, kind, plan.holding(min(held_bytes, plan.budget_bytes))
+
     def _start_anew(self, options: Options) -> None:
         """Start the runtime under other options."""
         same, plan = outputs_of(options) == outputs_of(self._options), self.plan
         budget = replace(options.budget, at_least_bytes=0)  # what other outputs are a percentage of is another step
         options = replace(options, budget=budget.after(plan.budget_bytes) if same and plan else budget, eager=None)
-        self._options, self._asked = options, None
+        self._options, self.asked = options, None
         if not self._running.plan_anew(options):
             self._running = self._start(options, None)
 
@@ -306,31 +365,31 @@ class ObservedCalls:
 
     # Outputs.
 
-    def _watched(self, step: WholeStep, plan: Plan | None, result: Any) -> Any:
+    def _watched(self, step: WholeStep, result: Any) -> Any:
         """Return what a call did, and look at the end of the backward which outputs the loop still holds.
 
         The caller has no name for the result: an error that was caught keeps the frames below it, and all their names.
         """
-        if self.plan is not plan and not any(self.plan is known for known in self._known_plans):
-            is_largest = self.plan is not None and self.plan.peak_bytes > max(
-                (known.peak_bytes for known in self._known_plans if known is not None), default=0
-            )
-            if is_largest and self._known_plans and not self._is_fixed and self._options.budget.size is not None:
-                self._to_measure, self._as_planned = max(self._to_measure, 2), 0
-            self._known_plans.append(self.plan)
+        made = self._running.plan
+        if made is not None and id(made) not in self._plans:
+            is_largest = made.peak_bytes > max((known.peak_bytes for known, *_ in self._plans.values()), default=0)
+            if is_largest and self._plans and not self._is_fixed and self._options.budget.size is not None:
+                self._to_measure = max(self._to_measure, 2)
+            self._plans[id(made)] = made, self._kind, made
+            # What several models hold together is another for each of them.
+            for model in dict.fromkeys([self, *(model for logged, *_ in self._logged for model in logged.models())]):
+                model.predict()
             self._tell_once(self.plan)
-            self._planned_for[id(self._running.plan)] = self._kind
             step.close(is_spoiled=True)
         if not self._to_watch and not step.is_logged:
             self.was_logged = False
-            step.returned(self, result, [])
+            step.returned(self, result)
             return result
         tensors, own = leaf_tensors(result), {id(storage_of(tensor)) for tensor in self.around.tensors()}
         storages = {id(s): s for t in tensors if t.dim() and t.layout is torch.strided for s in [storage_of(t)]}
         references = [weakref.ref(storage) for key, storage in storages.items() if key not in own]
-        sizes = [storage.nbytes() for key, storage in storages.items() if key not in own]
-        step.returned(self, result, [*zip(references, sizes, strict=True)])
-        size_bytes = sum(sizes)
+        size_bytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+        step.returned(self, result)
         starts = [tensor for tensor in tensors if tensor.requires_grad]
         reference = weakref.ref(self)
 
@@ -358,7 +417,7 @@ class ObservedCalls:
             return  # another plan takes seconds, and this one keeps the budget: the next step may show more
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
-            self._asked, self._has_changed = with_outputs(self._asked or self._options, now), True
+            self.asked, self._has_changed = with_outputs(self.asked or self._options, now), True
         elif is_more:
             warnings.warn(
                 f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan takes them to be "
@@ -371,14 +430,15 @@ class ObservedCalls:
     def _look_for_gradients(self, plan: Plan) -> None:
         """Count gradients that are there when a step begins, if the plan in force has no room for them."""
         held_bytes = sum(gradient.nbytes for gradient in self._gradients() if type(gradient) is torch.Tensor)
-        if not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
+        known_bytes = max((found_bytes for *_, found_bytes in self._logged), default=0)
+        if held_bytes <= known_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
             return
         self._has_gradients_counted = True
         if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
             return  # it was made for a step that begins with them
         if not self._is_fixed:
-            options = self._asked or self._options
-            self._asked = replace(options, training=replace(options.training, gradient_accumulation=True))
+            options = self.asked or self._options
+            self.asked = replace(options, training=replace(options.training, gradient_accumulation=True))
             return
         warnings.warn(
             f"{self.around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
@@ -389,11 +449,6 @@ class ObservedCalls:
         )
 
     # Whole steps.
-
-    def _reserved_bytes(self) -> int:
-        """Return what the user keeps free of the budget."""
-        reserve = self._options.training.reserve
-        return parse_size(reserve, whole_bytes=self.around.spec().memory_bytes) if reserve else 0
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what the model and its optimizers keep, and its gradients."""
@@ -412,98 +467,52 @@ class ObservedCalls:
         """Say what a call finds of its own on the device, and on a CPU, which does not say, what is there beside it."""
         static = self.plan.static_bytes if self.plan is not None else {}
         inputs = weakref.WeakSet(map(storage_of, tensors_in(given)))
-        own, other, own_bytes = list[Any](), list[Any](), static.get("inputs", 0)
+        found, size_bytes = list[Any](), static.get("inputs", 0)
         if step.calls:  # other inputs are made in the step
-            own_bytes = sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
-        if not any(call() is self for call in step.calls):
+            size_bytes = sum(storage.nbytes() for storage in inputs & self._before - step.inputs)
+        if not step.calls or self not in step.models():
+            self._found_bytes = sum(gradient.nbytes for gradient in self._gradients())
             gradients = [] if "communication buffers" in static else tensors_in(self._gradients())
-            own = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]
-            own_bytes += sum(size for kind, size in static.items() if kind not in ("gradients", "reserve", "inputs"))
+            found = [*map(storage_of, gradients), *(storage for each in self._last if (storage := each()) is not None)]
+            size_bytes += sum(size for kind, size in static.items() if kind not in ("gradients", "reserve", "inputs"))
         if not step.calls and self._before:  # all that has come since the first call, and is no model's
             tensors = (tensor for model in step.models() for tensor in model.tensors())
-            known = self._before | inputs | {*own, *map(storage_of, tensors)}
+            known = self._before | inputs | {*found, *map(storage_of, tensors)}
             if any(storage.nbytes() and storage not in known for storage in storages_on_cpu()):
                 gc.collect()  # an error that planning caught is in a cycle with its frames, and so with their tensors
-            other = [storage for storage in storages_on_cpu() if storage not in known]
+            found += [storage for storage in storages_on_cpu() if storage not in known]
         step.inputs |= inputs
         step.kinds.add(self._kind)
-        # torch's profiler sees what it saw come go, also later.
-        step.find(own_bytes, own, other, sees_them_go=self.was_logged)
+        step.find(size_bytes, found)
 
-    def see_step(self, step: WholeStep, held_bytes: int, beside_bytes: int, loss: LossMemory | None) -> None:
-        """Plan for what a whole step held beside the model's own, where the plan in force has no room for it.
-
-        ``beside_bytes`` of it were there when the step began.
-        """
-        held_bytes += self._reserve_bytes
-        self.is_asked, self.step_bytes, asked, plan = False, held_bytes, self._asked, self.plan
-        if plan is None or not self._to_measure:
+    def see_step(self, logged: LoggedStep, loss: LossMemory | None) -> None:
+        """Plan for what a whole step held beside the model's own, where the plan in force has no room for it."""
+        held_bytes = logged.held_bytes + self._reserve_bytes
+        self.is_asked, self.step_bytes = False, held_bytes
+        asked, plan, made = self.asked, self.plan, self._running.plan
+        if plan is None or made is None or not self._to_measure:
             return
         self._to_measure -= 1
-        least_bytes = self._reserve_bytes + beside_bytes * (len(step.calls) == 1 and beside_bytes > _SCALARS)
-        more_bytes = self._count_loss(plan, held_bytes, loss, least_bytes)
-        # What is beyond the loss counts below; where the graph is kept, the peak may be another moment than the loss'.
-        self._count_others(plan, step, held_bytes - more_bytes * (not step.keeps_graph), least_bytes)
-        if self._asked is not asked:
-            _log.info("a step of %s calls held %s: it is planned again", len(step.calls), format_bytes(held_bytes))
-            self._as_planned = self._most_bytes = 0
-        else:
-            self._settle(plan, step, held_bytes)
-
-    def _count_loss(self, plan: Plan, held_bytes: int, loss: LossMemory | None, least_bytes: int) -> int:
-        """Plan for a loss outside that is larger than the plan in force counts, and return by how much it is."""
-        known, options = self._options.loss or LossMemory(), self._asked or self._options
-        is_off = abs(held_bytes - plan.peak_bytes) > _OFF * plan.budget_bytes or held_bytes > plan.budget_bytes
-        if loss is None or self.around.has_loss or not is_off:
-            return 0
-        working_bytes = max(known.working_bytes, loss.working_bytes)
-        left_bytes = max(known.held_bytes, loss.held_bytes)
-        more_bytes = working_bytes + left_bytes - known.working_bytes - known.held_bytes
-        if more_bytes <= _SCALARS:
-            return 0
-        found = LossMemory(working_bytes=working_bytes, held_bytes=left_bytes, is_known=True)
-        reserve_bytes = max(plan.static_bytes.get("reserve", 0), least_bytes)
-        self._asked = replace(options, loss=found, training=replace(options.training, reserve=reserve_bytes))
-        return more_bytes
-
-    def _count_others(self, plan: Plan, step: WholeStep, held_bytes: int, least_bytes: int) -> None:
-        """Leave room for what else the step held: by a secant, since others may hold less once this model does."""
-        options, calls = self._asked or self._options, len(step.calls)
-        reserved_bytes = plan.static_bytes.get("reserve", 0) - self._reserve_bytes
-        has_room = reserved_bytes > 0 and plan.recomputations and held_bytes < _FULL * plan.budget_bytes
-        beyond_bytes = held_bytes - plan.budget_bytes
-        if beyond_bytes <= 0 and (not has_room or self._has_grown):
+        is_whole = bool(self._optimizers) or "optimizer" not in plan.static_bytes
+        self._logged.append((logged, made, is_whole, self._found_bytes))
+        if held_bytes > plan.budget_bytes:
+            options, known = asked or self._options, self._options.loss or LossMemory()
+            known_bytes = known.working_bytes + known.held_bytes
+            if loss is not None and loss.working_bytes > known_bytes + _SCALARS and not self.around.has_loss:
+                self.asked = replace(options, loss=loss)
+            else:
+                # What other calls save grows with what this one does; if it is not known, what is run again may stay.
+                slope = len(logged.calls) if logged.under(self, made) is not None else 0.5
+                self.asked = with_reserve(options, self._reserve_for(plan, held_bytes, slope))
+        if self.asked is not asked:
+            _log.info("a step of %s calls held %s: it is planned again", len(logged.calls), format_bytes(held_bytes))
             return
-        self._has_grown |= beyond_bytes <= 0
-        static_bytes = plan.total_static_bytes - reserved_bytes
-        available_bytes, own_bytes = plan.budget_bytes - static_bytes, plan.peak_bytes - plan.total_static_bytes
-        beside_bytes, is_first = held_bytes - static_bytes, not self._measured and (calls > 1 or step.keeps_graph)
-        is_little = calls == 1 and 0 < beyond_bytes <= _SCALARS
-        aim = 1.0 if is_little else _FIRST_AIM if is_first or beyond_bytes <= 0 else _AIM
-        wanted_bytes = (aim - _GRAPH_KEPT * (is_first and step.keeps_graph)) * available_bytes
-        # What other calls save grows with what this one does, all else does not.
-        slope = beside_bytes / max(own_bytes, 1) if calls > 1 else 1.0
-        for own, beside in self._measured:
-            if own != own_bytes:
-                slope = min(max((beside - beside_bytes) / (own - own_bytes), 0.5), calls + 1.0)
-        self._measured.append((own_bytes, beside_bytes))
-        own_bytes += int((wanted_bytes - beside_bytes) / slope)
-        reserve_bytes = max(self._reserve_bytes + available_bytes - own_bytes, least_bytes)
-        if reserve_bytes != options.training.reserve:
-            self._asked = replace(options, training=replace(options.training, reserve=reserve_bytes))
-
-    def _settle(self, plan: Plan, step: WholeStep, held_bytes: int) -> None:
-        """Take what steps held for the prediction: of several that differ the largest."""
-        self._most_bytes = max(self._most_bytes, held_bytes)
         # An optimizer's state is planned for before it is there.
-        self._as_planned += bool(self._optimizers) or "optimizer" not in plan.static_bytes
-        is_settled, made = self._as_planned >= _ENOUGH, self._running.plan
-        self._to_measure *= not is_settled
-        is_first = self._as_measured[0] is not made and plan.static_bytes.get("reserve", 0) > self._reserve_bytes
-        is_less = self._most_bytes < plan.peak_bytes - _SCALARS and is_settled
-        is_less &= step.kinds == {self._planned_for.get(id(made))}  # a smaller batch says nothing of a larger one
-        if held_bytes > plan.peak_bytes or is_less or is_first:
-            self._as_measured = made, plan.holding(min(self._most_bytes, plan.budget_bytes))
+        as_planned = [one for one in self._logged if one[1] is made and one[2]]
+        if len(as_planned) >= _ENOUGH:
+            self._logged, self._to_measure = as_planned, 0
+        if len(as_planned) >= _ENOUGH or held_bytes > plan.peak_bytes:
+            self.predict()
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
         """Warn once of a call before the backward of another, where its plan is not made for both."""
@@ -535,15 +544,17 @@ class ObservedCalls:
         beyond_bytes = kept_bytes - plan.static_bytes.get("optimizer", 0)
         exceeds = beyond_bytes > 0 and plan.peak_bytes + beyond_bytes > plan.budget_bytes
         if not self._is_fixed and (exceeds or beyond_bytes > _LEAST * plan.budget_bytes):
-            self._asked = replace(self._asked or options, optimizer=self.around.optimizer())
+            self.asked = replace(self.asked or options, optimizer=self.around.optimizer())
         elif exceeds:
             _warn_of(optimizer, beyond_bytes, self.around.name, plan)
 
 
-_WORTH, _LEAST, _OFF, _FULL, _AIM, _FIRST_AIM, _GRAPH_KEPT = 0.01, 0.002, 0.005, 0.93, 0.99, 0.95, 0.05
-"""Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, of a loss
-that the plan does not count, of a step that leaves the rest free, what a step of other calls is to take then, and less
-of it where a backward keeps its graph."""
+_WORTH, _LEAST, _NEAR = 0.01, 0.002, 0.01
+"""Shares of the budget for which the step is planned again: of outputs that are dropped, of optimizer state, and of
+what a replayed step leaves free."""
+
+_ATTEMPTS = 5
+"""How many plans are made at most until a replayed step keeps the budget."""
 
 _SCALARS = 4096
 """Bytes of a loss that is scaled, of metrics and the like, for which nothing is planned again."""
@@ -562,8 +573,18 @@ def _are_there(storages: Iterable[weakref.ref[Any]]) -> bool:
     return any(storage() is not None for storage in storages)
 
 
+def _resident_bytes(plan: Plan) -> int:
+    """Return what a plan counts around a step, without what is left free."""
+    return plan.total_static_bytes - plan.static_bytes.get("reserve", 0)
+
+
 def _drops(options: Options) -> bool:
     return outputs_of(options) == DROPPED
+
+
+def with_reserve(options: Options, reserve_bytes: int) -> Options:
+    """Return the options with so much left free of the budget."""
+    return replace(options, training=replace(options.training, reserve=reserve_bytes))
 
 
 def with_outputs(options: Options, outputs: str) -> Options:

@@ -403,7 +403,9 @@ class GraphRuntime(PlannedCalls):
                 raise
             return plan(options)
         if not is_reused(step.plan) and is_worth_it(step.plan, search):
-            self._beside = SearchBeside(step.study, step.plan, {"budget": options.budget, "search": search}), step
+            lowered = replace(step.lowered, joint=replace(joint, inputs=[]))  # training is not to hold them so long
+            beside = SearchBeside(step.study, step.plan, {"budget": options.budget, "search": search})
+            self._beside = beside, replace(step, step=replace(step.step, lowered=lowered))
         return step
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
