@@ -18,18 +18,10 @@ from tests.tiers import tiered
 
 gpu.required()
 
-NAMES = ["minigpt", "minimind-26m", "gpt2", "llama-7b", "qwen3-0.6b", "bert-large", "whisper-small-encoder"]
-NAMES += [
-    "vit-b16",
-    "resnet50",
-    "convnext-tiny",
-    "unet",
-    "diffusion-unet",
-    "regnet",
-    "electra",
-    "gpt-neox",
-    "swin",
-]
+NAMES = [
+    "minigpt", "minimind-26m", "gpt2", "llama-7b", "qwen3-0.6b", "bert-large", "whisper-small-encoder", "vit-b16",
+    "resnet50", "convnext-tiny", "unet", "diffusion-unet", "regnet", "electra", "gpt-neox", "swin",
+]  # fmt: skip
 
 OTHERS = {"regnet": 6}
 """How many calls differ: convolutions of maps of one element, whose strides along these dimensions are others."""
