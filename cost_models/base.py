@@ -49,14 +49,23 @@ class OperationCost:
     Parameters
     ----------
     seconds : float
-        Time of one run.
+        Time of one run; of a recompute, where the first one takes longer.
     workspace_bytes : int
         What the kernel allocates beyond its outputs and frees before it returns; negative where it writes an output
         over an input that nobody reads afterwards.
+    cold_seconds : float
+        What the first run takes on top. A recompute reads what was just made and writes where something was just
+        freed, so more of that is in a cache.
     """
 
     seconds: float
     workspace_bytes: int = 0
+    cold_seconds: float = 0.0
+
+    @property
+    def first_seconds(self) -> float:
+        """Time of the first run."""
+        return self.seconds + self.cold_seconds
 
 
 class CostModel(Protocol):

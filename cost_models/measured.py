@@ -17,9 +17,10 @@ from cost_models.roofline import RooflineCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What running one operation took: the median of so many runs."""
+    """What running one operation took: the median of so many runs, and what the first one in a step takes on top."""
 
     seconds: float
+    cold_seconds: float = 0.0
     runs: int = 1
     workspace_bytes: int = 0
     """What the kernel allocated beyond its outputs."""
@@ -27,7 +28,7 @@ class Measurement:
     @property
     def cost(self) -> OperationCost:
         """What a plan counts for one run."""
-        return OperationCost(seconds=self.seconds, workspace_bytes=self.workspace_bytes)
+        return OperationCost(seconds=self.seconds, workspace_bytes=self.workspace_bytes, cold_seconds=self.cold_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ def _seconds_by_operator(step: Problem) -> Counter[str]:
     """Return how long the operators of each name take together."""
     found: Counter[str] = Counter()
     for operation, cost in zip(step.graph.operations, step.costs, strict=True):
-        found[_plain(operation.target)] += cost.seconds  # type: ignore[assignment]
+        found[_plain(operation.target)] += cost.first_seconds  # type: ignore[assignment]
     return found
 
 
@@ -67,7 +67,7 @@ def findings(single: Problem, planned: Problem, eager: Study | CaptureError | No
     if step is None or not isinstance(eager, Study):
         return
     own = eager.problem()
-    seconds = sum(cost.seconds for cost in single.costs)
+    seconds = sum(cost.first_seconds for cost in single.costs)
     if seconds > WORTH_SAYING * step.step_seconds > 0:
         yield _finding(
             SLOWER,

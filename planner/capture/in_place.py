@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import look_at
 from planner.capture.joint import (
@@ -112,6 +115,16 @@ def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) 
     assert form is not None
     called, keyword = form
     return graph.call_function(called, args, {**kwargs, keyword: over} if keyword else kwargs)
+
+
+def called_over(node: fx.Node, argument: fx.Node, args: Any, kwargs: Any) -> Callable[[], Any]:
+    """Return what calls a node's operator with tensors in place of its arguments, and writes over one of them."""
+    pairs = zip(pytree.tree_leaves((node.args, node.kwargs)), pytree.tree_leaves((args, kwargs)), strict=True)
+    given = {asked: tensor for asked, tensor in pairs if isinstance(asked, fx.Node)}
+    graph = fx.Graph()
+    operands = {asked: graph.placeholder(asked.name) for asked in given}
+    graph.output(write_over(graph, node, argument, operands.__getitem__))
+    return partial(fx.GraphModule({}, graph).forward, *given.values())
 
 
 def update_in_place(graph: fx.Graph) -> None:

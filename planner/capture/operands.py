@@ -12,7 +12,14 @@ from torch.utils import _pytree as pytree
 
 from cost_models.flops import read_whole
 from planner.capture.joint import is_collective, mutates, tensors_of, values_of
-from planner.capture.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id, strided_parts
+from planner.capture.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    declared_arguments,
+    outside_tracing,
+    storage_id,
+    strided_parts,
+)
 from planner.capture.trees import sparse_in
 
 aten = torch.ops.aten
@@ -42,14 +49,20 @@ _INDEX_BOUND: dict[Any, Callable[[Sequence[Any]], int]] = {
 """What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
 
 
-def _rows_of_groups(args: Sequence[Any]) -> int:
-    """Return what the groups of a grouped product divide: rows, columns, or what both sides are summed over."""
+def _end_of_groups(operator: Any, args: Sequence[Any]) -> int | None:
+    """Return what the groups of a grouped product divide: rows, columns, or what both sides are summed over.
+
+    So does an argument ``offs`` of another library's operator: with groups of no rows the one that transformers uses on
+    a CPU took a hundredth of its time. Groups end as if the first had everything, for then a kernel that copies group
+    by group needs most memory.
+    """
+    if not isinstance(operator, OpOverload) or all(name != "offs" for name, _ in declared_arguments(operator)):
+        return None
     left, right = args[:2]
-    return int(right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else 1])
+    if left.dim() == 3:
+        return int(right.shape[-1])
+    return int(left.shape[1 if operator.namespace == "aten" and right.dim() == 2 else 0])
 
-
-_GROUP_ENDS = {aten._grouped_mm.default: _rows_of_groups}
-"""Where groups end: as if the first had everything, for then a kernel that copies group by group needs most memory."""
 
 _OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
 """Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
@@ -184,7 +197,7 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
     read = set(map(storage_id, read_whole(node.target, *fake)))
     bound = _INDEX_BOUND.get(node.target)
     below = int(bound(fake[0])) if bound else 1
-    ends = _GROUP_ENDS.get(node.target)  # type: ignore[call-overload]
+    end = _end_of_groups(node.target, fake[0])
 
     def filled(tensor: torch.Tensor, elements: int) -> torch.Tensor:
         where = device if tensor.device.type != "cpu" or device.type == "cpu" else tensor.device
@@ -193,8 +206,8 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             is_drawn = where.type == "cuda" and tensor.dtype.itemsize > 1
             return (torch.randn if is_drawn else torch.ones)(elements, dtype=tensor.dtype, device=where)
-        if ends is not None:
-            return torch.full((elements,), ends(fake[0]), dtype=tensor.dtype, device=where)
+        if end is not None:
+            return torch.full((elements,), end, dtype=tensor.dtype, device=where)
         if below > 1 and tensor.dtype in (torch.int64, torch.int32):
             # A stride that shares no factor with most bounds visits rows in no order that a cache would like.
             return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(tensor.dtype)

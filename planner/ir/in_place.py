@@ -40,6 +40,7 @@ class InPlace:
             replace(
                 single[first],
                 seconds=sum(single[index].seconds for index in (first, *rest)),
+                cold_seconds=sum(single[index].cold_seconds for index in (first, *rest)),
                 workspace_bytes=max(single[index].workspace_bytes for index in (first, *rest)),
             )
             if rest

@@ -27,7 +27,7 @@ from planner.ir.schedule import Schedule
 
 
 def _transfers(
-    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None
+    graph: TrainingGraph, run_seconds: Sequence[float], schedule: Schedule, host: Host | None
 ) -> tuple[float, float]:
     """Return the seconds that computing waits for transfers, and the seconds of all transfers.
 
@@ -62,7 +62,7 @@ def _transfers(
         for value in operations[index].inputs:
             if value in arrives:
                 wait(arrives.pop(value))
-        now += costs[index].seconds
+        now += run_seconds[position]
         for value in operations[index].outputs:
             if value in arrives:
                 raise ScheduleError(f"{values[value].name} is fetched, and made again before it is read")
@@ -195,6 +195,15 @@ def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int
     return leaving, schedule.returning(graph)
 
 
+def seconds_of_runs(costs: Sequence[OperationCost], order: Sequence[int]) -> list[float]:
+    """Return how long each run of an order takes: first runs take longer."""
+    first = dict(zip(reversed(order), range(len(order) - 1, -1, -1), strict=True))
+    return [
+        costs[index].first_seconds if first[index] == position else costs[index].seconds
+        for position, index in enumerate(order)
+    ]
+
+
 def simulate(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None = None
 ) -> Evaluation:
@@ -212,14 +221,12 @@ def simulate(
 
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    seconds = recompute_seconds = 0.0
     for position, index in enumerate(order):
         if index in first:
             last[index] = position
-            recompute_seconds += costs[index].seconds
         else:
             first[index] = position
-        seconds += costs[index].seconds
+    run_seconds = seconds_of_runs(costs, order)
     for index, position in last.items():
         change[first[index]] += operations[index].state_bytes
         change[position + 1] -= operations[index].state_bytes
@@ -228,12 +235,12 @@ def simulate(
     peak = max(timeline, default=0)
     stall_seconds = transfer_seconds = 0.0
     if schedule.offloads:
-        stall_seconds, transfer_seconds = _transfers(graph, costs, schedule, host)
+        stall_seconds, transfer_seconds = _transfers(graph, run_seconds, schedule, host)
     return Evaluation(
         peak_bytes=peak,
         peak_position=timeline.index(peak) if timeline else 0,
-        seconds=seconds + stall_seconds,
-        recompute_seconds=recompute_seconds,
+        seconds=sum(run_seconds) + stall_seconds,
+        recompute_seconds=sum(run_seconds[position] for position, index in enumerate(order) if first[index] < position),
         timeline_bytes=timeline,
         stall_seconds=stall_seconds,
         transfer_seconds=transfer_seconds,

@@ -15,7 +15,7 @@ from datetime import date
 from functools import partial
 from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,11 +23,13 @@ from torch import fx
 from cost_models.base import OperationCost
 from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.capture import operands
+from planner.capture.in_place import called_over, overwritten_argument
 from planner.capture.lowering import LoweredGraph
 from planner.common import cache_folder
 from planner.common.json_reader import parse, to_data
 from planner.errors import UsageError
 from planner.ir.problem import Progress
+from planner.measure.runs import Run, timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,10 @@ class Trials:
     takes_what_is_known: bool = False
     """Whether what another process measured will do, and a first run where there is no time for more."""
 
+    def suffices(self, first: Run) -> bool:
+        """Whether an operation is not run again after its first run."""
+        return first.is_clean and first.seconds > self.long_seconds
+
     def are_satisfied_by(self, measured: Measurement) -> bool:
         """Whether these trials would find out no more of an operation than a measurement already says."""
         return measured.runs >= self.least_runs or measured.seconds > self.long_seconds
@@ -55,7 +61,7 @@ QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes
 """For a plan that somebody waits for."""
 
 _CACHE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""What is written between two runs: inside a step an operation seldom finds its inputs in a cache."""
+"""What is written between two runs, so that the next finds nothing in a cache, as the first run in a step."""
 
 _TRIED_AGAIN, _AS_BEFORE = 2, 0.7
 """How many operations whose times were kept are timed again, and the share of these times below which none is used."""
@@ -88,24 +94,19 @@ def measure(
     *,
     time_limit_seconds: float,
     trials: Trials = THOROUGH,
-    first_runs: Mapping[str, float] = MappingProxyType({}),
+    first_runs: Mapping[str, Run] = MappingProxyType({}),
+    over: Mapping[int, int] | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Time every distinct operation of a step, those first that ``estimates`` expect to take longest.
 
-    ``first_runs`` are seconds by signature of runs that are over: long ones count. No operation is started after the
+    ``first_runs`` are runs by signature that are over: long ones count. No operation is started after the
     time limit. Memory is that of one operation at a time; a model larger than the device can be measured. The random
-    state is left as it was. What was measured as well before is not measured again.
+    state is left as it was. What was measured as well before is not measured again. With ``over`` only these operations
+    are timed, each as it writes over a value, by signatures of :func:`signature_over`.
     """
     begun = time.perf_counter()
-    totals: defaultdict[str, float] = defaultdict(float)
-    node_of: dict[str, fx.Node] = {}
-    workspace_bytes: dict[str, int] = {}
-    for node, operation, estimate in zip(lowered.operation_nodes, lowered.graph.operations, estimates, strict=True):
-        if operation.signature and node is not None:
-            node_of.setdefault(operation.signature, node)
-            totals[operation.signature] += estimate.seconds
-            workspace_bytes[operation.signature] = estimate.workspace_bytes
+    called, totals = _calls(lowered, estimates, over)
     order = sorted(totals, key=lambda signature: -totals[signature])
     place = _place(device)
     before = found_before(place) if trials.takes_what_is_known else {}
@@ -115,26 +116,26 @@ def measure(
     failed: dict[str, str] = {}
     told = begun
 
-    def timed(signature: str) -> Measurement | None:
+    def tried(signature: str) -> Measurement | None:
         nonlocal told
         first, now = first_runs.get(signature), time.perf_counter()
-        if now - begun > time_limit_seconds or (first or 0.0) > trials.long_seconds:
-            return None if first is None else Measurement(seconds=first)
+        if now - begun > time_limit_seconds or (first and trials.suffices(first)):
+            return None if first is None else Measurement(seconds=first.without_faults)
         if progress and now - told > _TOLD_EVERY_SECONDS:
             told = now
             progress(f"measuring: {len(found)} of {len(order)} different operations, {now - begun:.0f} s")
-        node = node_of[signature]
-        return _time(node, device, trials, elsewhere)
+        return _time(called[signature], device, trials, elsewhere)
 
     with operands.running_alone(device):
-        if place not in _trusted and not _hold_now(place, before, order, timed):
+        if place not in _trusted and not _hold_now(place, before, order, tried):
             before = {}
+            _write(place, before)  # or what is asked next would be found among times of that machine
         for signature in order:
             key = _digest(signature)
             known = _known.get((place, key)) or before.get(key)
             if known is None or not (trials.takes_what_is_known or trials.are_satisfied_by(known)):
                 try:
-                    known = timed(signature)
+                    known = tried(signature)
                 except (RuntimeError, IndexError, ValueError, TypeError, MemoryError, NotImplementedError) as error:
                     failed[signature] = " ".join(str(error).split())[:200] or type(error).__name__
                     if device.type == "cuda":
@@ -145,20 +146,45 @@ def measure(
                 _known[place, key] = known
                 if trials.are_satisfied_by(known):  # what a library does once is in a short first run
                     new[key] = known
-            found[signature] = replace(known, workspace_bytes=workspace_bytes[signature])
+            found[signature] = replace(known, workspace_bytes=called[signature].workspace_bytes)
     keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
 
 
+class _Call(NamedTuple):
+    """A call to be timed, with the argument that it writes over, if any."""
+
+    node: fx.Node
+    over: fx.Node | None
+    workspace_bytes: int
+
+
+def _calls(
+    lowered: LoweredGraph, estimates: tuple[OperationCost, ...], over: Mapping[int, int] | None
+) -> tuple[dict[str, _Call], dict[str, float]]:
+    """Return by signature what is called, and how long all such calls take by their estimates."""
+    called: dict[str, _Call] = {}
+    totals: defaultdict[str, float] = defaultdict(float)
+    for index, (node, estimate) in enumerate(zip(lowered.operation_nodes, estimates, strict=True)):
+        signature = lowered.graph.operations[index].signature
+        if not signature or node is None or (over is not None and index not in over):
+            continue
+        argument = overwritten_argument(lowered, node, over[index]) if over else None
+        signature = signature_over(lowered, index, over[index]) if over else signature
+        called[signature] = _Call(node, argument, estimate.workspace_bytes)
+        totals[signature] += estimate.seconds
+    return called, totals
+
+
 def _hold_now(
-    place: str, before: Mapping[str, Measurement], order: list[str], timed: Callable[[str], Measurement | None]
+    place: str, before: Mapping[str, Measurement], order: list[str], tried: Callable[[str], Measurement | None]
 ) -> bool:
     """Whether the costliest operations take as long as was kept: times of a busy machine were once 8 times too long."""
     kept = {signature: found for signature in order if (found := before.get(_digest(signature))) is not None}
     with suppress(RuntimeError, MemoryError):  # there may be no memory for them now
         for signature in sorted(kept, key=lambda signature: -kept[signature].seconds)[:_TRIED_AGAIN]:
-            now = timed(signature)
+            now = tried(signature)
             if now is not None and now.seconds < _AS_BEFORE * kept[signature].seconds:
                 return False
     _trusted.add(place)
@@ -180,31 +206,53 @@ def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:
     return torch.empty(0 if skips else cache_bytes, dtype=torch.uint8, device=device)
 
 
-def _time(node: fx.Node, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
+def signature_over(lowered: LoweredGraph, index: int, value: int) -> str:
+    """Return the signature of an operation that writes over a value."""
+    node = lowered.operation_nodes[index]
+    assert node is not None
+    argument = overwritten_argument(lowered, node, value)
+    return f"{lowered.graph.operations[index].signature} over {node.args.index(argument)}"
+
+
+def _time(called: _Call, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
     """Run one operation until its median is trustworthy."""
+    node, over, _ = called
     args, kwargs = operands.arguments(node, device)
 
     def call() -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    if over is not None:
+        call = called_over(node, over, args, kwargs)
     if device.type == "cuda":
         return _time_on_cuda(call, device, trials, elsewhere)
-    first = _run(call)
-    if first > trials.long_seconds:
-        return Measurement(seconds=first)
-    seconds: list[float] = []
-    while len(seconds) < trials.least_runs or (sum(seconds) < trials.seconds and len(seconds) < trials.most_runs):
+    first = timed(call)[1]
+    if trials.suffices(first):
+        return Measurement(seconds=first.seconds)
+    hot = _several(call, trials, lambda: None)
+    if not elsewhere.numel():
+        return Measurement(seconds=median(hot), runs=len(hot))
+
+    def evict() -> None:
         elsewhere.zero_()
-        seconds.append(_run(call))
-    return Measurement(seconds=median(seconds), runs=len(seconds))
+        if over is not None:  # what is written over was made just before
+            args[node.args.index(over)].zero_()
+
+    cold = _several(call, replace(trials, seconds=0.0), evict)
+    return Measurement(seconds=median(hot), cold_seconds=max(0.0, median(cold) - median(hot)), runs=len(hot))
 
 
-def _run(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    result = call()
-    seconds = time.perf_counter() - begun
-    del result  # giving memory back is not the kernel's time
-    return seconds
+def _several(call: Callable[[], Any], trials: Trials, before: Callable[[], Any]) -> list[float]:
+    """Run an operation as often as trials say, each time after something else, and leave out runs with page faults."""
+    every: list[float] = []
+    clean: list[float] = []
+    while len(every) < trials.most_runs and (len(clean) < trials.least_runs or sum(clean) < trials.seconds):
+        before()
+        run = timed(call)[1]
+        every.append(run.seconds)
+        if run.is_clean:
+            clean.append(run.seconds)
+    return clean or every
 
 
 def _time_on_cuda(
@@ -274,10 +322,12 @@ def found_before(place: str) -> dict[str, Measurement]:
 def keep(place: str, found: Mapping[str, Measurement]) -> None:
     """Add measurements, likewise, to those of a place: machine, device, threads and version of torch."""
     if found:
-        both = {**found_before(place), **found}
-        took = to_data(dict([*both.items()][-MOST:]))
-        text = json.dumps({"place": place, "took": took}, allow_nan=False)
-        cache_folder.keep(KIND, _digest(place), text, LIMIT_BYTES)
+        _write(place, dict([*{**found_before(place), **found}.items()][-MOST:]))
+
+
+def _write(place: str, took: Mapping[str, Measurement]) -> None:
+    text = json.dumps({"place": place, "took": to_data(took)}, allow_nan=False)
+    cache_folder.keep(KIND, _digest(place), text, LIMIT_BYTES)
 
 
 def _digest(name: str) -> str:

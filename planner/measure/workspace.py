@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from planner.capture.torch_internals import storage_id
 from planner.capture.trees import tensors_in
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost
+from planner.measure.runs import Run, timed
 from planner.plans.allocator import MIN_BLOCK_BYTES
 
 
@@ -60,8 +62,8 @@ class Tried:
     """What one run of an operation showed."""
 
     workspace_bytes: int
-    seconds: float
-    """The first run's, with all that a library does once."""
+    run: Run
+    """The first run, with all that a library does once."""
 
 
 _known: dict[tuple[str, int, str], Tried] = {}
@@ -137,20 +139,19 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
         )
         return
-    outputs_bytes: dict[int, int] = {}
+    made: dict[int, tuple[int, Run]] = {}
     with record() as recording:
         for index, node in nodes.items():
             try:
                 args, kwargs = operands.arguments(node, device)
                 with record_function(f"{_LABEL}{index}"):
-                    result = _run(node, args, kwargs)
+                    result, run = timed(partial(_run, node, args, kwargs))
             except (RuntimeError, IndexError, ValueError):
                 continue  # it does not run on ones and zeros, or does not fit here
-            outputs_bytes[index] = _new_bytes(result, (args, kwargs))
+            made[index] = _new_bytes(result, (args, kwargs)), run
             del args, kwargs, result
-    for index, output_bytes in outputs_bytes.items():
-        label = f"{_LABEL}{index}"
-        yield index, Tried(max(0, recording.peak_bytes(label) - output_bytes), recording.seconds(label))
+    for index, (output_bytes, run) in made.items():
+        yield index, Tried(max(0, recording.peak_bytes(f"{_LABEL}{index}") - output_bytes), run)
 
 
 def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
@@ -170,7 +171,7 @@ def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tup
         now = _asked_for(device)
         kept_bytes = min(now["current"] - before_bytes, _new_bytes(result, (args, kwargs)))
         workspace_bytes = round_up(now["peak"] - before_bytes - kept_bytes, MIN_BLOCK_BYTES)
-        yield index, Tried(max(0, workspace_bytes), seconds)
+        yield index, Tried(max(0, workspace_bytes), Run(seconds))
         del args, kwargs, result
 
 

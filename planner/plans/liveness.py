@@ -217,7 +217,7 @@ def placement(
     forward_seconds: defaultdict[str, float] = defaultdict(float)
     for index, operation in enumerate(graph.operations):
         if operation.phase is Phase.FORWARD:
-            forward_seconds[layers.of[index]] += costs[index].seconds
+            forward_seconds[layers.of[index]] += costs[index].first_seconds
     first = schedule.first_runs()
     for position, index in enumerate(schedule.order):
         if position > first[index] and graph.operations[index].target not in BOOKKEEPING:

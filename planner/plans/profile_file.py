@@ -94,7 +94,7 @@ def from_json(text: str) -> Profile:
         **{key: root[key].read(str) for key in ("model", "device", "torch", "date")},
         inputs=root["inputs"].read(tuple[tuple[int, ...], ...]),
         measurements={
-            row.signature: Measurement(seconds=row.seconds, runs=row.runs, workspace_bytes=row.workspace_bytes)
+            row.signature: Measurement(**{key: value for key, value in to_data(row).items() if key != "signature"})
             for row in measurements
         },
         operations=tuple(operations),

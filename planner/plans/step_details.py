@@ -11,7 +11,7 @@ from planner.ir.graph import Phase
 from planner.ir.layers import Layers
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import Evaluation
+from planner.ir.simulator import Evaluation, seconds_of_runs
 from planner.plans.liveness import RANDOM_STATE, WORKSPACE, alive_at, joined, placement
 from planner.plans.plan import MoreMemory, StepDetails, Timeline, TimelinePoint
 from planner.solvers import solve
@@ -73,7 +73,7 @@ def _one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float)
 def _timeline(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Timeline:
     """Return what the whole device holds over the step, in O(runs)."""
     graph, order, sizes = problem.graph, schedule.order, evaluation.timeline_bytes
-    begins = [0.0, *accumulate(problem.costs[index].seconds for index in order)]
+    begins = [0.0, *accumulate(seconds_of_runs(problem.costs, order))]
     first_runs = schedule.first_runs()
     together = max(1, -(-len(order) // MOST_POINTS))
     points = []

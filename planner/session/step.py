@@ -61,7 +61,7 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import OUTPUTS, SHARDS, LossMemory, StaticMemory
 from planner.measure import loss
-from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
+from planner.measure.costing import SECONDS_TO_MEASURE, Costing, captured_costs, cost_step
 from planner.measure.devices import device_here, device_spec
 from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.optimizers import OptimizerMemory
@@ -285,6 +285,8 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     # Inductor writes kernels, and in place by itself.
     is_compiled = step.lowered.is_compiled
     in_place = in_kernels(step.lowered) if is_compiled else joined(step.lowered.graph, step.may_overwrite, costs)
+    if not (is_compiled or is_fake(model) or options.target.profile):
+        costs = captured_costs(step.lowered, costing, in_place.over, device_here(of_model(model), step.spec))
     joined_costs = in_place.costs(costs)
     if is_compiled:
         joined_costs = results_over_inputs(step.lowered, in_place, joined_costs)

@@ -95,7 +95,7 @@ class OffloadCut:
     def allow_transfers(self) -> None:
         """Limit transfers to the time there is, before and after the cut."""
         graph, costs, step = self.graph, self.problem.costs, self.step
-        begin = list(accumulate((cost.seconds for cost in costs), initial=0.0))
+        begin = list(accumulate((cost.first_seconds for cost in costs), initial=0.0))
         makers = _grouped(self.away, lambda u: graph.producer[u])
         readers = _grouped(self.away, lambda u: next((r for r in graph.readers[u] if r > step), len(costs)))
         sent = [(begin[step] - begin[p + 1], makers[p]) for p in sorted(makers, reverse=True)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
+from planner.ir.simulator import seconds_of_runs
 
 
 def widened(problem: Problem, schedule: Schedule) -> Schedule:
@@ -63,7 +64,7 @@ class _Windows:
     def leave(self, *, at_once: bool = False) -> None:
         """Free offloaded values when they are sent, when their bytes are needed, or at once."""
         self.starts = []
-        operations, costs = self.problem.graph.operations, self.problem.costs
+        operations, run_seconds = self.problem.graph.operations, seconds_of_runs(self.problem.costs, self.order)
         free: dict[int, list[int]] = {}
         for u, offload in self.now.items():
             free.setdefault(offload.leaves, []).append(u)
@@ -88,7 +89,7 @@ class _Windows:
                 self.now[u] = replace(self.now[u], leaves=position)
             self.live[position] = self.problem.budget_bytes - room
             self.starts.append(now)
-            now += costs[index].seconds
+            now += run_seconds[position]
             for u in operations[index].outputs:
                 if u in self.now and u not in sent:
                     sending_until = sent[u] = max(sending_until, now) + self.seconds[u]

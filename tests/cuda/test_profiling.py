@@ -34,6 +34,6 @@ def test_the_host_waits_twice_however_often_an_operation_runs() -> None:
         for runs in (3, 12):
             trials = profiling.Trials(least_runs=runs, most_runs=runs, seconds=0.0, long_seconds=10.0)
             before = gpu.calls()
-            assert profiling._time(node, node.target, HERE, trials, elsewhere).runs == runs
+            assert profiling._time(profiling._Call(node, None, 0), HERE, trials, elsewhere).runs == runs
             waits.append(gpu.calls().synchronisations - before.synchronisations)
     assert waits[0] == waits[1] <= 2

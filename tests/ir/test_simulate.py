@@ -135,6 +135,12 @@ def test_random_state_counts_from_the_first_run_to_the_last_and_only_if_there_ar
     assert simulate(graph, UNIT, Schedule((0, 1, 0, 2))).timeline_bytes == (20, 24, 24, 12)
 
 
+def test_a_first_run_takes_longer_than_a_recompute() -> None:
+    costs = tuple(OperationCost(seconds=1.0, cold_seconds=cold) for cold in (0.25, 0.5, 0.0))
+    once, twice = (simulate(chain(), costs, Schedule(order)) for order in ((0, 1, 2), (0, 1, 0, 2)))
+    assert (once.seconds, twice.seconds, twice.recompute_seconds) == (3.75, 4.75, 1.0)
+
+
 @pytest.mark.parametrize(
     ("order", "complaint"), [((0, 2, 1), "against the base order"), ((0, 1, 2, 0), "after the end")]
 )

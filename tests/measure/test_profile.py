@@ -115,10 +115,10 @@ def test_what_cannot_be_run_alone_falls_back_and_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(profiling, "_known", {})
     time_one = profiling._time
 
-    def out_of_memory(node: Any, *others: Any) -> Measurement:
-        if "tanh" in str(node.target):
+    def out_of_memory(called: Any, *others: Any) -> Measurement:
+        if "tanh" in str(called.node.target):
             raise RuntimeError("not enough memory: you tried to allocate a lot")
-        return time_one(node, *others)
+        return time_one(called, *others)
 
     monkeypatch.setattr(profiling, "_time", out_of_memory)
     plan = planned(None, cost_model="measured")
