@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.pairs import evoformer, graph_transformer
 from benchmarks.unets import diffusion_unet
 from planner import zoo
 from planner.zoo import ZooModel
@@ -133,6 +134,16 @@ def _of_images(config: str, model: str, *, size: int = 96, count: int = 4, **opt
     return _model(config, model, example, num_labels=CLASSES, **options)
 
 
+def _hifigan() -> ZooModel:
+    import transformers
+
+    rates: dict[str, Any] = {"upsample_rates": [4, 4, 2, 2], "upsample_kernel_sizes": [8, 8, 4, 4]}
+    config = transformers.SpeechT5HifiGanConfig(model_in_dim=40, upsample_initial_channel=128, **rates)
+    model = transformers.SpeechT5HifiGan(config).train()
+    spectrogram = torch.randn(2, 60, 40)
+    return ZooModel(name="hifigan", model=model, example_args=(spectrogram,), loss_fn=lambda wave: wave.pow(2).mean())
+
+
 def _model(config: str, model: str, example: dict[str, torch.Tensor], **options: Any) -> ZooModel:
     import transformers
 
@@ -205,13 +216,16 @@ ARCHITECTURES: dict[str, Callable[[], ZooModel]] = {
         _of_images, "BeitConfig", "BeitForImageClassification", image_size=96, patch_size=8, intermediate_size=1024,
         use_relative_position_bias=True, **_SIZES,
     ),
+    "hifigan": _hifigan,
+    "evoformer": evoformer,
+    "graph-transformer": graph_transformer,
     "dinov2": partial(
         _of_images, "Dinov2Config", "Dinov2ForImageClassification", size=98, image_size=98, patch_size=14, **_SIZES
     ),
 }  # fmt: skip
 """Architectures of ``transformers`` that neither zoo nor capture was made for, small, with random weights: state-space
 models and hybrids, positions as a bias of attention, experts, encoders and decoders, token mixing by Fourier transforms
-and by pooling, windowed attention, grouped and depthwise convolutions."""
+and by pooling, windowed attention, grouped, depthwise and transposed convolutions, pairs."""
 
 
 CASES: dict[str, Callable[[], ZooModel]] = {

@@ -366,6 +366,8 @@ def verify(
         If the plan is of another model or of other shapes.
     """
     check_model(model)
+    if timed_steps < 1:
+        raise UsageError(f"timed_steps={timed_steps}: at least one step is timed")
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
     check_can_run(plan)

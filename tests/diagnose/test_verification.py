@@ -77,6 +77,8 @@ def test_a_wrapped_model_is_verified_and_stays_wrapped() -> None:
     in_force = planner.plan_of(model)
     assert planner.verify(model, x, plan, loss_fn=torch.sum).exact
     assert planner.plan_of(model) is in_force
+    with pytest.raises(planner.UsageError, match="at least one step"):
+        planner.verify(model, x, plan, loss_fn=torch.sum, timed_steps=0)
 
 
 def test_inside_a_profiler_a_step_cannot_be_measured() -> None:
