@@ -12,14 +12,23 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, fake_mode_of
+from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.symbolic import at_sizes, computes_with_data, is_number, symbol_of, symbols_of_sizes
-from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, some_number, symbolic_kernels
+from planner.capture.torch_internals import (
+    PartitionFunction,
+    aot_backend,
+    boxed,
+    default_saved_tensors_hooks,
+    keeps_graph,
+    some_number,
+    symbolic_kernels,
+)
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
 _KEPT = 4096
@@ -30,7 +39,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Program:
     """Boxed forward and backward for certain sizes."""
 
@@ -40,6 +49,78 @@ class Program:
     """Is called before each run; False if another plan is in force by now, so that another program must be made."""
     at: Callable[[Sequence[Any]], Program] | None = None
     """Returns what runs at the same sizes where other numbers change."""
+    halves: Halves | None = None
+    """What the two run, if that is in graphs of its own."""
+    _under_hooks: Any = None
+
+    def under_hooks(self, first_saved: int) -> tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any]] | None:
+        """Return both as they run under hooks that a user has put around a call; None if there are no graphs.
+
+        As in eager, what is saved is packed after its last use in the forward. The backward takes functions in place of
+        saved tensors, and calls each where it is first read.
+        """
+        if self.halves is not None and self._under_hooks is None:
+            forward, backward = (_copied(half.graph) for half in self.halves)
+            end: Any = forward.output_node()
+            results = list(end.args[0])
+            packed = {node: _packed_in(forward, node) for node in dict.fromkeys(results[first_saved:])}
+            end.args = ([*results[:first_saved], *map(packed.__getitem__, results[first_saved:])],)
+            for saved in backward.find_nodes(op="placeholder"):
+                if saved.users and not is_tangent(saved):
+                    with backward.inserting_before(min(saved.users)):
+                        unpacked = backward.call_function(_call, (saved,))
+                    unpacked.meta = saved.meta
+                    saved.replace_all_uses_with(unpacked, delete_user_cb=lambda user: user.target is not _call)
+            graphs = zip(self.halves, (forward, backward), strict=True)
+            self._under_hooks = tuple(boxed(fx.GraphModule(half, graph)) for half, graph in graphs)
+        return self._under_hooks
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _packed_in(graph: fx.Graph, saved: fx.Node) -> fx.Node:
+    """Let a graph pack a value after its last use, or after all inputs; what is an output too would hold itself."""
+    others = [user for user in saved.users if user.op != "output"]
+    last = max([saved, *others, *graph.find_nodes(op="placeholder")])
+    is_output = saved.op != "placeholder" and len(others) < len(saved.users)
+    with graph.inserting_after(last):
+        return graph.call_function(_pack, (saved, is_output))
+
+
+def _pack(saved: Any, is_output: bool) -> Any:
+    hooks = default_saved_tensors_hooks()
+    assert hooks is not None
+    with torch.no_grad():
+        return hooks[0](saved.detach() if is_output else saved)
+
+
+def _call(unpack: Callable[[], Any]) -> Any:
+    return unpack()
+
+
+class _Packed(int):
+    """The number of a program, with what hooks that a user has put around a call made of all that it saves."""
+
+    unpack: Callable[[Any], Any]
+    tensors: list[Any]
+
+    @classmethod
+    def of(cls, number: int, unpack: Callable[[Any], Any], tensors: list[Any]) -> _Packed:
+        """Join what is saved to a number."""
+        packed = cls(number)
+        packed.unpack, packed.tensors = unpack, tensors
+        return packed
+
+    def taken(self) -> list[Callable[[], Any]]:
+        """Return what unpacks each; nothing is held on to unless the backward keeps its graph."""
+        tensors = self.tensors
+        if not keeps_graph():
+            self.tensors = []
+        return [partial(self.unpack, packed) for packed in tensors]
 
 
 MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
@@ -51,7 +132,7 @@ def plainly(partition: Callable[[JointGraph], Halves]) -> MakeProgram:
 
     def made(joint: JointGraph, given: Sequence[Any]) -> Program:
         forward, backward = partition(at_sizes(joint, given))
-        return Program(boxed(forward), boxed(backward))
+        return Program(boxed(forward), boxed(backward), halves=(forward, backward))
 
     return made
 
@@ -160,12 +241,16 @@ class Programs:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward that was chosen; beside what it saves, save its number."""
-        number = self._current
+        number, first = self._current, self._joint.num_forward_outputs
         if self._is_sized:
             arguments[:] = [arguments[at] for at in self._tensors]
-        results = list(self._programs[number].forward(arguments))
+        program, hooks = self._programs[number], default_saved_tensors_hooks()
+        halves = program.under_hooks(first) if hooks is not None and not self._reads_numbers else None
+        if hooks is not None and halves is not None:
+            results = halves[0](arguments)
+            return [*results[:first], _Packed.of(number, hooks[1], results[first:])]
+        results = list(program.forward(arguments))
         if self._reads_numbers:  # what it saves of these comes last, and AOTAutograd knows of one number alone
-            first = self._joint.num_forward_outputs
             tensors = [x for x in results[first:] if isinstance(x, torch.Tensor)]
             self._num_saved[number] = len(results) - first - len(tensors)
             saved = results[first + len(tensors) :]
@@ -177,9 +262,15 @@ class Programs:
         number = arguments.pop(0)
         if number not in self._programs:
             raise RuntimeUnsupportedError(f"over {_KEPT} forwards, each with another number, wait for their backwards")
+        program = self._programs[number]
+        backward = program.backward
+        if isinstance(number, _Packed):
+            halves = program.under_hooks(self._joint.num_forward_outputs)
+            assert halves is not None
+            backward, arguments[:0] = halves[1], number.taken()
         if self._reads_numbers:
             arguments[: self._num_saved[number]] = [x.item() for x in arguments[: self._num_saved[number]]]
-        found = self._programs[number].backward(arguments)
+        found = backward(arguments)
         if not self._is_sized:
             return found
         gradients = [None] * len(self._joint.placeholders)

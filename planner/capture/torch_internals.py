@@ -239,6 +239,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return in_memory(tensor).untyped_storage()
 
 
+default_saved_tensors_hooks: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Return how what is saved now is packed and unpacked, if somebody has put hooks around it."""
+
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that is under way keeps its graph."""
 

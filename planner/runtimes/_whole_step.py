@@ -57,8 +57,6 @@ def replayed_peak(parts: Sequence[Part], calls: Sequence[tuple[CallMemory, CallM
             more_bytes = getattr(now, part.passes) - getattr(before, part.passes)
             if part.passes != "forward_bytes":
                 more_bytes -= saved_bytes  # which is there when it begins
-            elif part.most_bytes > before.forward_bytes + before.saved_bytes // 2:
-                more_bytes = 2 * saved_bytes  # hooks on what is saved, which is there twice
             left_bytes += {"forward_bytes": saved_bytes, "backward_bytes": -saved_bytes}.get(part.passes, 0)
         peak_bytes = max(peak_bytes, held_bytes + part.most_bytes + more_bytes, held_bytes + left_bytes)
         held_bytes += left_bytes

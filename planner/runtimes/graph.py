@@ -341,9 +341,10 @@ class GraphRuntime(PlannedCalls):
                     plan = partial(self._plain, waits=True)
                     self._sized[joint.graph] = SizedPrograms(self.model, plan, self._followed, self._entering)
                 return self._sized[joint.graph].program(joint, given)
-            forward, backward = map(boxed, self.partition(joint))
+            halves = self.partition(joint)
             assert self.plan is not None
-            return Program(forward, backward, self._entering(self.plan))
+            forward, backward = map(boxed, halves)
+            return Program(forward, backward, self._entering(self.plan), halves=halves)
 
     def _plain(self, joint: JointGraph, *, waits: bool = False) -> PlannedStep:
         self._complete_for(self._inputs)
