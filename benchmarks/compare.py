@@ -345,7 +345,10 @@ def _plan(
             planner.Inputs.of(loaded.example_args, loaded.example_kwargs),
             loss_fn=loaded.loss_fn,
             **grouped(
-                activation_budget=budget_bytes, time_limit_seconds=args.time_limit, **{"runtime": "graph", **options}
+                activation_budget=budget_bytes,
+                time_limit_seconds=args.time_limit,
+                wait=True,  # else a better plan takes the place of the one that the row names
+                **{"runtime": "graph", **options},
             ),
         )
     except NoPlanFitsError as error:
