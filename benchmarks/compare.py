@@ -361,17 +361,18 @@ def _plan(
     except PlannerError as error:
         return {**row, "status": "failed", "reason": str(error)}, None
     row["planning_seconds"] = time.perf_counter() - begun
-    plan, call = planner.plan_of(loaded.model), installed_call(loaded.model)
-    resident_bytes = plan.total_static_bytes
-    row["resident_bytes"], row["predicted_peak_bytes"] = resident_bytes, plan.peak_bytes - resident_bytes
-    row["smallest_bytes"] = plan.minimum_feasible_peak_bytes - resident_bytes
-    row["predicted_overhead"], row["bound"] = plan.overhead, plan.lower_bound_overhead
+    call = installed_call(loaded.model)
 
     def prepare() -> None:
         _take_out(loaded)
         use(loaded.model, call)
 
     row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, references, compiled, device)
+    plan = planner.plan_of(loaded.model)  # the one for what was observed of the loop
+    resident_bytes = plan.total_static_bytes
+    row["resident_bytes"], row["predicted_peak_bytes"] = resident_bytes, plan.peak_bytes - resident_bytes
+    row["smallest_bytes"] = plan.minimum_feasible_peak_bytes - resident_bytes
+    row["predicted_overhead"], row["bound"] = plan.overhead, plan.lower_bound_overhead
     _take_out(loaded)
     return row, _Way(row["way"], prepare, step_of(loaded), row)
 
