@@ -84,8 +84,8 @@ def _model(name: str, args: argparse.Namespace) -> Result:
             "measured_recompute": median(took[way] / took[1] for took in seconds) - 1,
             **exact[share],
         }
-    assert plans[1.0].eager is not None
-    measured, predicted = median(took[0] for took in seconds), plans[1.0].eager.step_seconds
+    first, measured = plans[1.0], median(took[0] for took in seconds)
+    predicted = first.eager.step_seconds if first.eager is not None else first.baseline_step_seconds  # under modules
     eager = {"eager_seconds": measured, "predicted_eager_seconds": predicted, "rounds": len(seconds)}
     return {"model": name, "rows": rows, **eager}
 
