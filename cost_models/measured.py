@@ -20,7 +20,7 @@ class Measurement:
     """What running one operation took: the median of so many runs, and what the first one in a step takes on top."""
 
     seconds: float
-    cold_seconds: float = 0.0
+    cold_seconds: float = field(default=0.0, metadata={"left_out": True})
     runs: int = 1
     workspace_bytes: int = 0
     """What the kernel allocated beyond its outputs."""
