@@ -366,7 +366,7 @@ def by_micro_batches(
                 buckets = {g.untyped_storage().data_ptr() for g in held_gradients(model) if g._base is not None}
         cycles += 1
     equal = same(gradients(running), expected)
-    return [{**one, "equal": equal, "peak_bytes": common.most_seen(p)} for one, p in zip(found, peaks, strict=True)]
+    return [{**one, "equal": equal, "peak_bytes": common.settled(p)} for one, p in zip(found, peaks, strict=True)]
 
 
 def held_gradients(model: nn.Module) -> list[torch.Tensor]:
