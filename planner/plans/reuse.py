@@ -33,7 +33,7 @@ def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None
     theirs, ours = plan.fingerprint, origin.fingerprint
     if theirs.get("graph") == ours["graph"]:
         return
-    keys = [key for key in ours if theirs.get(key) != ours[key]]
+    keys = _differing(plan, origin)
     if varies and not set(keys) - {"graph", "operations"}:
         return
     if not assumes_the_same(plan, origin):  # a batch that needs a mask, say, has a graph of its own
@@ -45,10 +45,17 @@ def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None
 
 def check_same_step(plan: Plan, origin: PlanOrigin) -> None:
     """Refuse a plan of another model, other sizes or another device, however its graph was captured, likewise."""
-    theirs, ours = plan.fingerprint, origin.fingerprint
-    keys = [key for key in ours if key not in OF_THE_GRAPH and theirs.get(key) != ours[key]]
+    keys = [key for key in _differing(plan, origin) if key not in OF_THE_GRAPH]
     if keys:
         _refuse(plan, origin, keys)
+
+
+def _differing(plan: Plan, origin: PlanOrigin) -> list[str]:
+    """Return the keys of fingerprints that differ; builds of one version of torch, as +cpu and +cu130, are the same."""
+    theirs, ours = (
+        {**of.fingerprint, "torch": str(of.fingerprint.get("torch")).split("+")[0]} for of in (plan, origin)
+    )
+    return [key for key in ours if theirs.get(key) != ours[key]]
 
 
 def _refuse(plan: Plan, origin: PlanOrigin, keys: list[str]) -> None:

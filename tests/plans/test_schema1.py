@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import planner
 from planner.common.options import grouped
 from planner.errors import PlanMismatchError, RuntimeUnsupportedError
 from planner.plans import device_file
+from planner.plans.plan import PlanOrigin
+from planner.plans.reuse import check_same_step
 from planner.report import render
 from tests import schema1
 from tests.tiers import tiered
@@ -115,6 +117,15 @@ def without_wording(report: dict[str, Any]) -> dict[str, Any]:
         verdict, _, rest = value["reason"].partition(":")
         value["reason"] = [verdict, *re.findall(r"[\d.]+ (?:[KMG]iB|B|us|ms|s|operations|runs)", rest)]
     return report
+
+
+def test_builds_of_one_version_of_torch_are_the_same() -> None:
+    plan = load("graph")
+    version = str(plan.fingerprint["torch"]).split("+")[0]
+    origin = PlanOrigin(fingerprint=plan.fingerprint)
+    check_same_step(replace(plan, fingerprint={**plan.fingerprint, "torch": f"{version}+cu130"}), origin)
+    with pytest.raises(PlanMismatchError, match="torch is '2.0.0"):
+        check_same_step(replace(plan, fingerprint={**plan.fingerprint, "torch": "2.0.0+cpu"}), origin)
 
 
 def test_a_profile_is_planned_with() -> None:
