@@ -52,9 +52,8 @@ def check_same_step(plan: Plan, origin: PlanOrigin) -> None:
 
 def _differing(plan: Plan, origin: PlanOrigin) -> list[str]:
     """Return the keys of fingerprints that differ; builds of one version of torch, as +cpu and +cu130, are the same."""
-    theirs, ours = (
-        {**of.fingerprint, "torch": str(of.fingerprint.get("torch")).split("+")[0]} for of in (plan, origin)
-    )
+    both = plan.fingerprint, origin.fingerprint
+    theirs, ours = ({**each, "torch": str(each.get("torch")).partition("+")[0]} for each in both)
     return [key for key in ours if theirs.get(key) != ours[key]]
 
 
