@@ -47,7 +47,7 @@ class Trials:
 
     def suffices(self, first: Run) -> bool:
         """Whether an operation is not run again after its first run."""
-        return first.is_clean and first.seconds > self.long_seconds
+        return first.without_faults > max(self.long_seconds, _MOSTLY * first.seconds)
 
     def are_satisfied_by(self, measured: Measurement) -> bool:
         """Whether these trials would find out no more of an operation than a measurement already says."""
@@ -62,6 +62,9 @@ QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes
 
 _CACHE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """What is written between two runs, so that the next finds nothing in a cache, as the first run in a step."""
+
+_MOSTLY = 0.7
+"""Share of a long first run that is not page faults, if it is not run again."""
 
 _TRIED_AGAIN, _AS_BEFORE = 2, 0.7
 """How many operations whose times were kept are timed again, and the share of these times below which none is used."""
@@ -228,9 +231,9 @@ def _time(called: _Call, device: torch.device, trials: Trials, elsewhere: torch.
         return _time_on_cuda(call, device, trials, elsewhere)
     first = timed(call)[1]
     if trials.suffices(first):
-        return Measurement(seconds=first.seconds)
+        return Measurement(seconds=first.without_faults)
     hot = _several(call, trials, lambda: None)
-    if not elsewhere.numel():
+    if elsewhere.numel() <= sum(tensor.nbytes for tensor in args if isinstance(tensor, torch.Tensor)):
         return Measurement(seconds=median(hot), runs=len(hot))
 
     def evict() -> None:
