@@ -52,6 +52,7 @@ class Program:
     halves: Halves | None = None
     """What the two run, if that is in graphs of its own."""
     _under_hooks: Any = None
+    """Both as :meth:`under_hooks` returns them, once they were needed."""
 
     def under_hooks(self, first_saved: int) -> tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any]] | None:
         """Return both as they run under hooks that a user has put around a call; None if there are no graphs.

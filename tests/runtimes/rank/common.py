@@ -131,7 +131,7 @@ def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collec
 
 
 def is_settled(peaks: Counter[int]) -> bool:
-    """Whether three steps held the least that was seen.
+    """Whether three steps held the least that was seen: a planned step holds the same each time, and threads add to it.
 
     The profiler does not see what gloo's threads free: a buffer that one of them was last to hold seems to stay, and a
     later tensor at its place may seem to go twice. On busy cores that is so in a tenth of all steps, where tokens are
