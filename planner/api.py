@@ -16,7 +16,7 @@ from planner.analysis.compatibility import (
     check_solver,
     check_strategy,
     chunked_graph,
-    offloading_runtime,
+    check_offload,
 )
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed, state_of
 from planner.capture.model_facts import (
@@ -151,7 +151,8 @@ def _settled(options: Options) -> Options:
     runtime, in_chunks = options.runtime.name, options.runtime.chunk != 1
     if in_chunks:
         runtime = chunked_graph(runtime, several_devices=has_several_ranks())
-    carrier = replace(options.runtime, name=offloading_runtime(runtime, options.offload))
+    check_offload(runtime, options.offload)
+    carrier = replace(options.runtime, name=runtime)
     plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and carrier.name == "auto" else carrier.name, options.search.solver)
     check_strategy(options.budget.strategy, carrier.name, offload=options.offload.enabled, in_chunks=in_chunks)

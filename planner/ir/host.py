@@ -32,7 +32,7 @@ class Host:
         return size_bytes / self.bytes_per_second
 
     def movable(self, graph: TrainingGraph) -> tuple[int, ...]:
-        """Return the values that may be offloaded: all large ones of the forward that are not retained."""
+        """Return the values that may be offloaded: all large ones of the forward that only their unit holds."""
         return tuple(
             u
             for u, value in enumerate(graph.values)
@@ -41,6 +41,7 @@ class Host:
             and graph.readers[u]
             and not value.retained
             and value.kind != "output"  # the caller holds it until there is a loss
+            and graph.is_private(u)
         )
 
 

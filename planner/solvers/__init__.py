@@ -191,27 +191,6 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     return known if proves or known.minimum_feasible_peak_bytes < error.minimum_feasible_peak_bytes else error
 
 
-def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """Defer recomputations that run outside their region to the next run of that region.
-
-    What would come after its region's last operation is of no use there, and is left out. Operations
-    without a region stay where they are. O(operations + runs).
-    """
-    before: dict[int, list[int]] = {}
-    waiting: dict[str, list[int]] = {}
-    recomputations = schedule.recomputations()
-    for index, operation in enumerate(graph.operations):
-        due = waiting.pop(operation.region, []) if operation.region else []
-        for again in recomputations.get(index, ()):
-            region = graph.operations[again].region
-            place = due if region in ("", operation.region) else waiting.setdefault(region, [])
-            if again not in place:
-                place.append(again)
-        if due:
-            before[index] = due
-    return Schedule.with_recomputations(graph, before)
-
-
 def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
     """Solve a problem with every recomputation inside its region.
 
@@ -220,7 +199,7 @@ def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> 
     then less is asked for. The lower bound is that of the problem as it was first posed.
     """
     solution = solve(problem)
-    if not any(operation.region for operation in problem.graph.operations):
+    if not problem.graph.has_units or problem.host is not None:  # with a host, each candidate is put so when it is found
         return solution
     bound_seconds, asked = solution.lower_bound_seconds, problem
     for _ in range(_REGION_ATTEMPTS):
