@@ -13,10 +13,10 @@ from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
 from planner.analysis.compatibility import (
     check_can_run,
+    check_offload,
     check_solver,
     check_strategy,
     chunked_graph,
-    check_offload,
 )
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed, state_of
 from planner.capture.model_facts import (

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
-from planner.analysis.compatibility import check_solver, check_strategy, check_offload
+from planner.analysis.compatibility import check_offload, check_solver, check_strategy
 from planner.common.limits import Clock, SolveLimits
 from planner.common.options import LEAST_BYTES, Budget, Offload, Search, group
 from planner.common.units import Size, format_bytes

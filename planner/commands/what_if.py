@@ -76,7 +76,7 @@ class _WhatIf(AboutModel):
 def _check(args: argparse.Namespace) -> None:
     """Check the options before minutes of work."""
     from planner import solvers, zoo
-    from planner.analysis.compatibility import check_solver, check_offload
+    from planner.analysis.compatibility import check_offload, check_solver
     from planner.analysis.trade_off import answers as methods
     from planner.analysis.trade_off import ranges
 

@@ -168,9 +168,9 @@ def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
 
 
 def between_units(graph: TrainingGraph, order: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Return for each unit, by its region, the position at which its forward has ended, and that of its first backward run.
+    """Return for each unit, by its region, the positions at which its forward has ended and its backward begins.
 
-    In between none of its graphs runs, so nothing of it can leave or return there.
+    In between none of its graphs runs, so nothing that it holds can leave or return there.
     """
     ended: dict[str, int] = {}
     begun: dict[str, int] = {}

@@ -165,9 +165,7 @@ def decisions_on(plan: Plan, path: str) -> frozenset[tuple[Any, ...]]:
         return key.removeprefix(path)
 
     again = (
-        tuple(map(own, (key, *keys)))
-        for key, keys in plan.recomputations.items()
-        if is_within(named_by(key)[0], path)
+        tuple(map(own, (key, *keys))) for key, keys in plan.recomputations.items() if is_within(named_by(key)[0], path)
     )
     moves = (
         (own(value.operation), value.output, *((own(at.before), at.runs) for at in (value.leaves, *value.returns)))

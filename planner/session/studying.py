@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from planner.analysis.audit import Audit, audit_study, check_current
-from planner.analysis.compatibility import check_solver, chunked_graph, check_offload
+from planner.analysis.compatibility import check_offload, check_solver, chunked_graph
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_range

@@ -15,9 +15,8 @@ from typing import Protocol, runtime_checkable
 from planner.common.limits import SolveLimits
 from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
-from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem, Progress, Solution, confirm
-from planner.ir.schedule import Schedule
+from planner.ir.schedule import recompute_in_regions
 from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.modules.ilp import cheapest
@@ -199,10 +198,12 @@ def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> 
     then less is asked for. The lower bound is that of the problem as it was first posed.
     """
     solution = solve(problem)
-    if not problem.graph.has_units or problem.host is not None:  # with a host, each candidate is put so when it is found
+    if not problem.graph.has_units:
         return solution
     bound_seconds, asked = solution.lower_bound_seconds, problem
     for _ in range(_REGION_ATTEMPTS):
+        if solution.schedule.offloads:  # which was put so when it was found
+            return replace(solution, lower_bound_seconds=min(bound_seconds, solution.added_seconds))
         schedule = recompute_in_regions(problem.graph, solution.schedule)
         evaluation = simulate(problem.graph, problem.costs, schedule)
         excess_bytes = evaluation.peak_bytes - problem.budget_bytes

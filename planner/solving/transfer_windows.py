@@ -14,10 +14,10 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
     """Widen the windows of transfers, within the budget, so that they hide behind computation.
 
     The order stays, and the budget is kept if the schedule keeps it. A value leaves when it is sent, or
-    before, where its place is needed or its unit's forward ends: of all that wait for that, those that are sent first. It returns
-    as late as it may for no run to wait, or later, where there is no place for it. What is not sent
-    before it is needed again stays. Either what leaves or what returns is first to take what room there is,
-    whichever lets runs wait less. O(runs + positions in all windows).
+    before, where its place is needed or the forward of its unit ends: of all that wait for that, those that are
+    sent first. It returns as late as it may for no run to wait, or later, where there is no place for it, or the
+    backward of its unit has not begun. What is not sent before it is needed again stays. Either what leaves or what
+    returns is first to take what room there is, whichever lets runs wait less. O(runs + positions in all windows).
     """
     leaving_first, returning_first = _Windows(problem, schedule), _Windows(problem, schedule)
     leaving_first.leave()

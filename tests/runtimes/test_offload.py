@@ -351,6 +351,7 @@ def test_memory_of_other_sizes_is_given_back():
     second.fill_(1)
 
 
-def test_other_runtimes_refuse():
-    with pytest.raises(UsageError, match="the runtime 'regional' does not offload: use 'graph'"):
-        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime="regional")
+@pytest.mark.parametrize("runtime", ["modules", "inductor", "inductor_blocks"])
+def test_other_runtimes_refuse(runtime: str):
+    with pytest.raises(UsageError, match=f"the runtime '{runtime}' does not offload: use 'graph', 'regional' or 'par"):
+        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime=runtime)
