@@ -23,7 +23,7 @@ RANKS = range(2)
 
 RUNS = {
     "two": (
-        "ddp,fsdp2,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,two_meshes,divided_experts,"
+        "ddp,fsdp2,offloading,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,two_meshes,divided_experts,"
         "divided_sequence,fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,dies",
         2,
     ),
@@ -113,6 +113,14 @@ def test_the_first_gradient_comes_as_early_as_in_eager(folder: Path, way: str) -
 def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
     for result in results(folder, "fsdp2"):
         assert result["first"][1] == result["eager_first"][1] == 4  # one for each block
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_what_blocks_save_waits_on_the_host_in_places_of_each_rank(folder: Path, way: str) -> None:
+    for found in (result[way] for result in results(folder, "offloading")):
+        check(found)
+        planned_bytes, taken_bytes = found["host_bytes"]
+        assert 0 < planned_bytes == taken_bytes and not found["left_bytes"]
 
 
 @pytest.mark.slow
