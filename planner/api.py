@@ -386,6 +386,7 @@ def verify(
 def backend(
     *,
     budget: Size,
+    offload: Offload | bool = False,
     training: Training | str = Training(),
     runtime: Runtime | str = "inductor",
     search: Search | str = Search(),
@@ -401,6 +402,8 @@ def backend(
     ----------
     budget : int or str
         What the whole device may hold at any moment: bytes or ``"8GiB"``.
+    offload : bool or Offload
+        See :func:`plan`; for the runtime ``"graph"``, and what each graph may take of the host's memory.
     runtime : str or Runtime
         ``"inductor"``: Inductor writes the code and gets ``mode`` and ``options`` of ``torch.compile``. Code without
         gradients is compiled as if there were no plan. ``"graph"``: eager kernels, with eager's bits.
@@ -433,6 +436,7 @@ def backend(
     if options.budget.is_share or options.budget.size is None:
         raise UsageError(f"budget={budget!r}: a backend does not know what the whole step takes; give bytes, or '8GiB'")
     check_solver(options.runtime.name, options.search.solver)
+    check_offload(options.runtime.name, options.offload)
     search = replace(options.search, compare=False, progress=options.search.progress or tell)
     return Backend(replace(options, search=search))
 

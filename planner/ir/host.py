@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cost_models
@@ -43,6 +44,10 @@ class Host:
             and value.kind != "output"  # the caller holds it until there is a loss
             and graph.is_private(u)
         )
+
+
+UNTIMED = Host(bytes_per_second=math.inf, budget_bytes=0)
+"""Where only the bytes of a schedule are asked for."""
 
 
 def host_of(spec: DeviceSpec, budget: Size | None = None, *, at_least: Size = LEAST_BYTES) -> Host:

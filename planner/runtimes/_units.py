@@ -6,7 +6,6 @@ FSDP2's, run around a unit and not inside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from planner.capture.torch_internals import aot_backend
 from planner.errors import PlanMismatchError
 from planner.ir.builder import StepContext
 from planner.ir.graph import OperationCost, TrainingGraph, named_by
-from planner.ir.host import Host
+from planner.ir.host import UNTIMED
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -149,8 +148,8 @@ def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:
     """Return the peak of a block without its inputs, which may be part of larger storages."""
     given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
     values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
-    graph, host = replace(graph, values=tuple(values)), Host(bytes_per_second=math.inf, budget_bytes=0)
-    return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule, host).peak_bytes
+    graph = replace(graph, values=tuple(values))
+    return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule, UNTIMED).peak_bytes
 
 
 def blocks_of(plan: Plan) -> list[str]:

@@ -17,6 +17,7 @@ import planner
 from planner.capture.memory import record
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
+from planner.rewrite import host_copies
 from planner.runtimes._backend import Backend
 from tests.models import SEQUENCES, OneLinear, Stack, Transformer, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, peak_of, step, train
@@ -78,10 +79,12 @@ def peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return peak_of(recording) + sum(p.nbytes for _, p in model.named_parameters()) + x.nbytes
 
 
-def hold(plain: nn.Module, x: torch.Tensor, share: float, runtime: str = "graph", **options: Any) -> Backend:
+def hold(
+    plain: nn.Module, x: torch.Tensor, share: float, runtime: str = "graph", offload: bool = False, **options: Any
+) -> Backend:
     """Hold three compiled steps to plain ones, and to a budget."""
     budget = int(share * peak_bytes(copy.deepcopy(plain), x))
-    model = Compiled(copy.deepcopy(plain), backend(budget, runtime), **options)
+    model = Compiled(copy.deepcopy(plain), backend(budget, runtime, offload=offload), **options)
     for _ in range(2):
         assert_same(train(plain, x), train(model, x), TOLERANCE[runtime])
         assert peak_bytes(model, x) <= budget
@@ -96,6 +99,14 @@ def test_graphs_share_one_budget_and_say_so(runtime: str) -> None:
     assert all(any(w.rule == "share-of-budget" for w in plan.warnings) for plan in (first, second))
     assert str(share).startswith("2 planned graphs under one budget of")
     assert "graph 1: " in str(share) and "graph 2: " in str(share)
+
+
+def test_graphs_with_eager_kernels_offload() -> None:
+    share = hold(Broken(dropout=0.2), rows(2048), SHARE["graph"], offload=True)
+    assert all(plan.offloading and plan.offloading.values for plan in share.plans.values())
+    assert host_copies.POOL.in_use_bytes == 0
+    with pytest.raises(UsageError, match="the runtime 'inductor' does not offload"):
+        backend(runtime="inductor", offload=True)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
