@@ -61,7 +61,7 @@ def plan(
     budget: Budget | Plan | Size | None = None,
     loss_fn: LossFunction | None = None,
     policy: Policy | None = None,
-    offload: Offload | bool = False,
+    offload: Offload | bool | str = AUTO,
     training: Training | str = Training(),
     runtime: Runtime | str = "auto",
     search: Search | str = Search(),
@@ -88,8 +88,9 @@ def plan(
         Decides single operations of the forward beside the budget: a function of a ``planner.PolicyOperation`` (name,
         module, signature, bytes, FLOPs) that answers ``"save"``, ``"recompute"``, ``"offload"`` or None, which leaves
         the decision to the solver. If it offloads, nothing else is offloaded.
-    offload : bool or Offload
-        Whether values may also wait in the host's memory between forward and backward.
+    offload : bool, str or Offload
+        Whether values may also wait in the host's memory between forward and backward. ``"auto"``: on a GPU with a
+        known link to it, where that saves more than half a point of the step, or no plan fits without.
     training : str or Training
         The optimizer's name (``"adamw"``), or all that a training loop holds in memory.
     runtime : str or Runtime
@@ -155,7 +156,7 @@ def _settled(options: Options) -> Options:
     carrier = replace(options.runtime, name=runtime)
     plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and carrier.name == "auto" else carrier.name, options.search.solver)
-    check_strategy(options.budget.strategy, carrier.name, offload=options.offload.enabled, in_chunks=in_chunks)
+    check_strategy(options.budget.strategy, carrier.name, offload=options.offload.is_asked, in_chunks=in_chunks)
     options.budget.check(or_none=options.budget.strategy is not None)
     return replace(options, runtime=carrier)
 
@@ -213,7 +214,7 @@ def auto_wrap(
     budget: Budget | Plan | Size | None = None,
     loss_fn: LossFunction | None = None,
     policy: Policy | None = None,
-    offload: Offload | bool = False,
+    offload: Offload | bool | str = AUTO,
     training: Training | str = Training(),
     runtime: Runtime | str = "auto",
     search: Search | str = Search(),
@@ -231,7 +232,7 @@ def auto_wrap(
         refuses it, or replaces it if ``planner.Budget(plan=..., replan=True)`` says so.
     loss_fn, policy, training, search, target
         See :func:`plan`. ``training``: over how many ranks a sharded model is spread is read off the model.
-    offload : bool or Offload
+    offload : bool, str or Offload
         See :func:`plan`. What a given plan offloads is the plan's.
     runtime : str or Runtime
         See :func:`plan`.

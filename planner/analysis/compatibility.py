@@ -7,7 +7,7 @@ from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
-_OFFLOAD = ("graph", "regional", "parts")
+OFFLOAD = ("graph", "regional", "parts")
 """Runtimes whose graphs copy values to the host and back where the plan says."""
 
 _DOES_NOT_OFFLOAD = (
@@ -18,7 +18,7 @@ _DOES_NOT_OFFLOAD = (
 
 def check_offload(runtime: str, asked: Offload) -> None:
     """Refuse to plan offload for a runtime without it; which of them ``"auto"`` takes is seen when it plans."""
-    if asked.enabled and runtime not in ("auto", *_OFFLOAD):
+    if asked.is_asked and runtime not in ("auto", *OFFLOAD):
         raise UsageError(_DOES_NOT_OFFLOAD.format(runtime))
 
 
@@ -55,5 +55,5 @@ def chunked_graph(runtime: str, *, several_devices: bool) -> str:
 
 def check_can_run(plan: Plan) -> None:
     """Refuse to run a plan that its runtime cannot carry out."""
-    if plan.offloading is not None and plan.runtime not in _OFFLOAD:
+    if plan.offloading is not None and plan.runtime not in OFFLOAD:
         raise RuntimeUnsupportedError(f"the plan offloads, and {_DOES_NOT_OFFLOAD.format(plan.runtime)}")

@@ -17,9 +17,9 @@ from typing import IO, Any
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
-from planner.analysis.compatibility import check_offload, check_solver, check_strategy
+from planner.analysis.compatibility import OFFLOAD, check_offload, check_solver, check_strategy
 from planner.common.limits import Clock, SolveLimits
-from planner.common.options import LEAST_BYTES, Budget, Offload, Search, group
+from planner.common.options import AUTO, LEAST_BYTES, Budget, Offload, Search, group
 from planner.common.units import Size, format_bytes
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
 from planner.ir.checkpoints import Region, schedule_of
@@ -48,6 +48,9 @@ _log = logging.getLogger(__name__)
 
 _BETTER = 1e-3
 """By so much of the step a plan must be cheaper to take the place of the one in force: its graphs are written anew."""
+
+_WORTH_OFFLOADING = 0.005
+"""What offload must save where it is not asked for, as a share of the step: copies of others may use the link too."""
 
 _PROGRAM = "from planner.analysis.study import main; main()"
 
@@ -106,17 +109,22 @@ class Study:
             self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole, policy=policy
         )
 
-    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES) -> Host:
+    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, **more: Any) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
         if self.device is None:
             raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
-        return host_of(self.device, budget, at_least=at_least)
+        return host_of(self.device, budget, at_least=at_least, **more)
 
-    def host_for(self, asked: Offload) -> Host | None:
-        """Return the host memory that is asked for, None if nothing may be offloaded."""
-        if not asked.enabled:
+    def host_for(self, asked: Offload, search: Search = Search()) -> Host | None:
+        """Return the host memory that is asked for, None if nothing may be offloaded, or ``"auto"`` sees no way to."""
+        if asked.is_asked:
+            return self.host(asked.host_budget, asked.at_least, link=asked.link)
+        device, is_possible = self.device, self.origin.runtime in OFFLOAD and solvers.get(search.solver).offloads
+        if not asked.enabled or not is_possible or device is None or device.kind == "cpu":
             return None
-        return self.host(asked.host_budget, asked.at_least)
+        if asked.link is None and device.host_link_bytes_per_second <= 0:
+            return None
+        return self.host(asked.host_budget, asked.at_least, link=asked.link, least_gain=_WORTH_OFFLOADING)
 
     def unlimited_host(self) -> Host | None:
         """Return the host memory without a limit; None if the link to it is unknown."""
@@ -130,7 +138,7 @@ class Study:
         budget: Budget | Size | None = None,
         *,
         search: Search | str = "auto",
-        offload: Offload | bool = False,
+        offload: Offload | bool | str = AUTO,
         policy: Policy | None = None,
     ) -> Plan:
         """Plan the step, or write out what an established system does with it.
@@ -141,8 +149,8 @@ class Study:
             What the device may hold, what the step may allocate, or the strategy of an established system.
         search : str or Search
             How the plan is looked for.
-        offload : bool or Offload
-            Whether values may wait in the host's memory too.
+        offload : bool, str or Offload
+            Whether values may wait in the host's memory too; see :func:`planner.plan`.
         policy : callable, optional
             What decides single operations; see :func:`planner.plan`.
 
@@ -155,7 +163,7 @@ class Study:
         if policy is not None and (self.regions is not None or budget.strategy is not None):
             told = "a strategy" if budget.strategy is not None else "the runtime 'modules', which recomputes modules,"
             raise RuntimeUnsupportedError(f"{told} follows no policy: a policy decides single operations of a graph")
-        check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled)
+        check_strategy(budget.strategy, self.origin.runtime, offload=offload.is_asked)
         if self.regions is not None:
             check_offload("modules", offload)
         if budget.strategy is not None:
@@ -167,7 +175,9 @@ class Study:
                 compare=search.compare,
                 progress=search.progress,
             )
-        problem = self.posed(budget, self.host_for(offload), policy)
+        problem = self.posed(budget, self.host_for(offload, search), policy)
+        if policy is not None and not (offload.is_asked or problem.decisions.offload):
+            problem = replace(problem, host=None)  # the rest of it is not asked to
         return make_plan(problem, search, origin=self.origin, static_memory=self.static_memory)
 
     def as_plan(
@@ -321,6 +331,7 @@ def main() -> None:
         json.dump({"added_seconds": plan.added_seconds, "solutions": solutions}, out)
 
 
-def is_worth_it(plan: Plan, search: Search) -> bool:
-    """Whether a longer search may find a better plan than a quick one did."""
-    return plan.added_seconds - plan.lower_bound_seconds > max(search.enough, _BETTER) * plan.step_seconds
+def is_worth_it(plan: Plan, search: Search, host: Host | None = None) -> bool:
+    """Whether a longer search, in which values may be offloaded, may find a better plan than a quick one did."""
+    bound_seconds = plan.lower_bound_seconds if host is None else 0.0
+    return plan.added_seconds - bound_seconds > max(search.enough, _BETTER) * plan.step_seconds

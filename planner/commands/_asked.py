@@ -12,7 +12,7 @@ from planner import zoo
 from planner.commands._options import DTYPES
 from planner.commands._terminal import quiet, reporting
 from planner.common.limits import Progress
-from planner.common.options import GROUPS, Offload, Training, picked
+from planner.common.options import AUTO, GROUPS, Offload, Training, picked
 from planner.common.program import program
 from planner.errors import CaptureError, UsageError
 
@@ -64,14 +64,14 @@ def check_solving(args: argparse.Namespace) -> None:
 
 
 def check_offload(args: argparse.Namespace) -> None:
-    """Refuse offload options without offload, and devices whose link to the host is unknown."""
+    """Refuse offload options without offload, and devices whose link to the host is unknown where it is asked for."""
     from planner.ir.host import host_of
     from planner.plans import device_file
 
     if args.host_budget and not args.offload:
-        raise UsageError("--host-budget is for what is offloaded: give --offload too")
-    if args.offload and args.device:
-        host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least)
+        raise UsageError("--host-budget is for what is offloaded: leave out --no-offload")
+    if args.offload is True and args.device:
+        host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least, link=args.link)
 
 
 def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
@@ -111,8 +111,9 @@ def _argument(keyword: str, given: Any) -> str:
     """Write a group of options by what is not as by default, ``""`` if all is."""
     options = {option.name: getattr(given, option.name) for option in fields(given) if option.metadata}
     changed = {name: repr(value) for name, value in options.items() if value != getattr(type(given)(), name)}
-    if isinstance(given, Offload):  # the one that is off by default
-        changed = (changed or {"enabled": "True"}) if given.enabled else {}
+    if isinstance(given, Offload):  # the one whose default is not its word's
+        changed = {"enabled": repr(given.enabled)} if given in (Offload(True), Offload(False)) else changed
+        changed = {} if given == Offload(AUTO) else changed
     if "profile" in changed:  # a file, as it was typed
         changed["profile"] = f"planner.load_profile({changed['profile']})"
     if tuple(changed) == type(given).__match_args__:

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             given = getattr(args, action.dest, None)
             is_usual = given in (None, action.default) or given not in (action.choices or (given,))
             if not is_usual and action.dest not in ("time_limit_seconds", "json", "html"):
-                yield from (*action.option_strings[:1], *([] if action.nargs == 0 else [str(given)]))
+                yield from (*action.option_strings[given is False :][:1], *([] if action.nargs == 0 else [str(given)]))
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
@@ -158,10 +158,12 @@ def _chunk(text: str) -> Chunk:
 
 _READ: dict[str, dict[str, Any]] = {
     "bool": {"action": "store_true", "default": False},
+    "bool | str": {"action": argparse.BooleanOptionalAction, "default": AUTO},
     "int": {"type": whole, "metavar": "N"},
     "float": {"type": seconds, "metavar": "S"},
     "Size": SIZE,
     "Size | None": SIZE,
+    "link": {"type": lambda text: f"{size(text.removesuffix('/s'))}/s", "metavar": "RATE"},
     "Chunk": {"type": _chunk},
     "device": {"type": device},
 }
@@ -185,7 +187,7 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
         name, shown = flat_name(field), field.metadata
         if not shown or (only and name not in only):
             continue
-        read = _READ.get(str(field.type), _READ.get(name, {}))
+        read = _READ.get(name, _READ.get(str(field.type), {}))
         how = {"dest": name, "default": field.default, "help": helps[field.name], **read}
         how |= {key: shown[key] for key in ("metavar", "choices") if key in shown} | told.get(name, {})
         action = parser.add_argument(shown.get("flag", f"--{name.replace('_', '-')}"), **how)

@@ -85,7 +85,7 @@ def _check(args: argparse.Namespace) -> None:
     _asked.check_solving(args)
     _asked.check_offload(args)
     plan_file = getattr(args, "plan", None)
-    check_strategy(args.strategy, args.runtime, offload=args.offload, in_chunks=args.chunk not in (1, OFF))
+    check_strategy(args.strategy, args.runtime, offload=args.offload is True, in_chunks=args.chunk not in (1, OFF))
     if args.strategy is not None:
         if plan_file:
             raise UsageError("--plan says what is done: leave --strategy out")

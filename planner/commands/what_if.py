@@ -83,7 +83,7 @@ def _check(args: argparse.Namespace) -> None:
     _asked.check_model(args)
     picked(Training, vars(args))
     _asked.check_offload(args)
-    if args.offload and not solvers.get(args.solver).offloads:
+    if args.offload is True and not solvers.get(args.solver).offloads:
         raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
     _asked.check_target(args)
     check_solver(args.runtime, args.solver)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from cost_models.measured import Profile
     from planner.plans.plan import Plan
 
+AUTO = "auto"
+"""Where the planner is to choose."""
+
 BEFORE = "before"
 """A word for a search that the first step waits for."""
 
@@ -51,7 +54,7 @@ def picked(kind: type[Group], asked: Mapping[str, Any]) -> Group:
     '60%'
     """
     names = {flat_name(option): option.name for option in fields(kind)}  # type: ignore[arg-type]
-    asked = {"offload": False, **asked}  # details of it do not turn it on
+    asked = {"offload": AUTO, **asked}  # details of it do not turn it on everywhere
     return kind(**{names[name]: value for name, value in asked.items() if name in names})
 
 
@@ -221,18 +224,31 @@ class Offload(_Group):
 
     Parameters
     ----------
-    enabled : bool
-        Let values wait in the host's memory too.
+    enabled : bool or str
+        Let values wait in the host's memory too. ``"auto"`` does where that saves more than half a point of the step,
+        or where no plan fits without, on GPUs whose link to the host is known.
     host_budget : int, float or str, optional
-        What they may take of it: 64GiB, 60%. By default half of this machine's.
+        What they may take of it: 64GiB, 60%. By default half of what is free here.
     at_least : int, float or str
         Smaller values stay on the device. By default 1MiB.
+    link : int, float or str, optional
+        Peak rate of the link to the host each way, if not the device's: 32GB/s.
     """
 
-    enabled: bool = _option(True, flat="offload")
+    enabled: bool | str = _option(True, flat="offload")
     _: KW_ONLY
     host_budget: Size | None = _option(None, rare=True)
     at_least: Size = _option(LEAST_BYTES, flat="offload_at_least", rare=True)
+    link: Size | None = _option(None, rare=True)
+
+    def __post_init__(self) -> None:
+        if self.enabled not in (True, False, AUTO):
+            raise UsageError(f"offload is True, False or {AUTO!r}, not {self.enabled!r}")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is wanted, and an error where it cannot be had."""
+        return self.enabled is True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -271,9 +287,6 @@ def check_optimizer(name: str) -> None:
         hint = did_you_mean(name.lower(), OPTIMIZERS, write=str)
         raise UsageError(f"unknown optimizer {name!r}: {hint}known are {', '.join(OPTIMIZERS)}")
 
-
-AUTO = "auto"
-"""Where the planner is to choose."""
 
 PARALLEL = ("none", "ddp", "fsdp2")
 

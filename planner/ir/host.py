@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import cost_models
 from cost_models.devices import DeviceSpec
@@ -13,7 +17,7 @@ from planner.errors import UsageError
 from planner.ir.graph import Phase, TrainingGraph
 
 _SHARE_OF_HOST = 50
-"""How much of the host's memory offloaded values may take by default, in percent."""
+"""How much of the free host memory the values of all processes here may take by default, in percent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Host:
     """What offloaded values may take of the host's memory."""
     least_bytes: int = LEAST_BYTES
     """Values below this size stay on the device."""
+    least_gain: float = 0.0
+    """What offload must save to be taken, as a share of the step; nothing if no plan is known without."""
 
     def seconds(self, size_bytes: int) -> float:
         """Return the time of a transfer one way."""
@@ -50,21 +56,42 @@ UNTIMED = Host(bytes_per_second=math.inf, budget_bytes=0)
 """Where only the bytes of a schedule are asked for."""
 
 
-def host_of(spec: DeviceSpec, budget: Size | None = None, *, at_least: Size = LEAST_BYTES) -> Host:
-    """Return the host memory of a device; a budget of ``"60%"`` is of what this machine has, by default half of it.
+def host_of(
+    spec: DeviceSpec,
+    budget: Size | None = None,
+    *,
+    at_least: Size = LEAST_BYTES,
+    link: Size | None = None,
+    least_gain: float = 0.0,
+) -> Host:
+    """Return the host memory of a device; a budget of ``"60%"`` is of what this machine has.
 
-    The link is taken to reach the same share of its peak as the device's own memory does. Where nothing is known of
-    it, or the budget cannot be read, a UsageError says so.
+    By default it is half of what is free, shared by the processes that torchrun started here. The link is the device's
+    unless its peak is given, and taken to reach the same share of that as the device's own memory does. Where nothing
+    is known of it, or the budget cannot be read, a UsageError says so.
     """
-    if spec.host_link_bytes_per_second <= 0:
+    peak = spec.host_link_bytes_per_second if link is None else parse_size(str(link).removesuffix("/s"))
+    if peak <= 0:
         raise UsageError(
             f"device {spec.name!r} has no figure for its link to the host's memory, so nothing can be offloaded: give "
             "host_link_bytes_per_second in its device file ('calibrate' measures it), or plan without offload"
         )
-    whole_bytes = cost_models.device("cpu").memory_bytes
-    budget_bytes = parse_size(f"{_SHARE_OF_HOST}%" if budget is None else budget, whole_bytes=whole_bytes)
+    if budget is None:
+        budget_bytes = free_bytes() * _SHARE_OF_HOST // 100 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    else:
+        budget_bytes = parse_size(budget, whole_bytes=cost_models.device("cpu").memory_bytes)
     return Host(
-        bytes_per_second=spec.host_link_bytes_per_second * spec.bandwidth_efficiency,
+        bytes_per_second=peak * spec.bandwidth_efficiency,
         budget_bytes=budget_bytes,
         least_bytes=parse_size(at_least),
+        least_gain=least_gain,
     )
+
+
+def free_bytes() -> int:
+    """Return what programs may still take of this machine's memory, as Linux estimates it; elsewhere all of it."""
+    with suppress(OSError):
+        found = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        if found:
+            return 1024 * int(found[1])
+    return cost_models.device("cpu").memory_bytes

@@ -71,6 +71,8 @@ class Solution:
     captured_seconds: float | None = None
     """If first runs are in another order than the graph's: added time of the cheapest plan in the graph's order, if one
     was searched for and found."""
+    alone_seconds: float | None = None
+    """If values are offloaded: added time of the cheapest plan without, if one was searched for and found."""
 
     @classmethod
     def simulated(

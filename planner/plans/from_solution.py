@@ -46,6 +46,8 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
+    if problem.host is not None and problem.host.least_gain and not solution.schedule.offloads:
+        problem = replace(problem, host=None)  # what is shown beside it is without offload, too
     evaluation = confirm(problem, solution)
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)
@@ -91,7 +93,7 @@ def plan_from_solution(
         order=order,
         captured_order=CapturedOrder(moved=count, recompute_seconds=solution.captured_seconds) if count else None,
         warnings=(*found, *reserve_warnings(problem, reserved, static_memory), *origin.warnings),
-        offloading=offloading_of(problem, schedule, evaluation),
+        offloading=offloading_of(problem, schedule, evaluation, solution.alone_seconds),
         operations=_operation_rows(problem, schedule),
         call_memory=call_memory(graph, schedule, evaluation),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from planner.errors import PlanMismatchError
@@ -53,9 +53,13 @@ class Offloading:
     bytes_per_second: float
     transfer_seconds: float
     stall_seconds: float
+    alone_seconds: float | None = field(default=None, metadata={"left_out": True})
+    """What the cheapest plan that was found without offload adds to the step; None if none was found, or none sought."""
 
 
-def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:
+def offloading_of(
+    problem: Problem, schedule: Schedule, evaluation: Evaluation, alone_seconds: float | None = None
+) -> Offloading | None:
     """Return the offloads of a schedule; None if nothing could be offloaded."""
     host, graph = problem.host, problem.graph
     if host is None:
@@ -86,6 +90,7 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
         bytes_per_second=host.bytes_per_second,
         transfer_seconds=evaluation.transfer_seconds,
         stall_seconds=evaluation.stall_seconds,
+        alone_seconds=alone_seconds,
     )
 
 

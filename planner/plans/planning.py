@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
+from planner.ir.order import in_own_order, order_of, renumbered
 from planner.ir.policy import Decisions, Policy, decide, run_once
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
@@ -35,6 +37,9 @@ _SHORTER = 4
 
 _LEAST_SHARE = 0.1
 """Of its time, what a search has even where those before it took all."""
+
+_ALONE_SHARE, _OFFLOAD_SHARE = 0.35, 0.4
+"""Of the time, for a plan without offload, and for one with it; the rest is for what breaks the budget in blocks."""
 
 ATTEMPTS = 6
 """How often a step is solved for less; most plans whose blocks break a budget need one."""
@@ -101,12 +106,11 @@ def make_plan(
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise too_little(problem, search, "the optimizer's step", after_bytes)
         again, clock = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER), search.clock()
+        solve = partial(_solved_beside_recompute, solve=partial(_solved, clock=clock))
         solution = solved_in_blocks(
             problem,
             static_memory,
-            lambda asked: solved_in_best_order(
-                asked, search if asked is problem else again, partial(_solved, clock=clock)
-            ),
+            lambda asked: solve(asked, search if asked is problem else again),
             lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
         )
     except InfeasibleBudgetError as error:
@@ -117,6 +121,45 @@ def make_plan(
     )
     advised = (replace(each, fix=missing) if missing and each.rule in (PRICE, GAP) else each for each in plan.warnings)
     return replace(plan, warnings=tuple(advised))
+
+
+def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callable[..., Solution]) -> Solution:
+    """Solve a problem without the host's memory first, and with it from there on: more freedom costs no plan more.
+
+    What is offloaded must save as much of the step as the host says. The bound is of plans that may do what the
+    solution may.
+    """
+    host = problem.host
+    if host is None or problem.decisions.moves:
+        return solved_in_best_order(problem, search, solve)
+    alone: Solution | None = None
+    shorter = replace(search, time_limit_seconds=_ALONE_SHARE * search.time_limit_seconds)
+    with suppress(InfeasibleBudgetError):
+        alone = solved_in_best_order(replace(problem, host=None), shorter, solve)
+    worth_seconds = host.least_gain * problem.baseline.seconds
+    if alone is not None and alone.added_seconds <= worth_seconds:
+        return alone
+    rest = replace(search, time_limit_seconds=_OFFLOAD_SHARE * search.time_limit_seconds)
+    posed, known = (problem, None) if alone is None else in_own_order(problem, alone.schedule)
+    try:
+        found = solve(posed, rest, known=known)
+    except InfeasibleBudgetError:
+        if alone is None:
+            raise
+        return alone
+    if alone is None:
+        return found
+    if alone.added_seconds - found.added_seconds <= worth_seconds:
+        if not host.least_gain:
+            return _bounded_by(found, min(alone, found, key=lambda one: one.added_seconds))
+        longer = solved_in_best_order(replace(problem, host=None), search, solve)
+        return min(alone, longer, key=lambda one: one.added_seconds)
+    return replace(
+        found,
+        schedule=renumbered(found.schedule, order_of(alone.schedule)),
+        captured_seconds=alone.captured_seconds,
+        alone_seconds=alone.added_seconds,
+    )
 
 
 def solved_in_blocks(
@@ -183,7 +226,7 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
     return replace(problem, budget_bytes=most_bytes) if most_bytes < too_much else None
 
 
-def _solved(problem: Problem, search: Search, clock: Clock) -> Solution:
+def _solved(problem: Problem, search: Search, clock: Clock, known: Schedule | None = None) -> Solution:
     """Return the cached solution, or search for one for what is left of all the time, and cache it."""
     if problem.decisions.moves:
         return solved_by_policy(problem, lambda asked: _solved(asked, search, clock))
@@ -193,19 +236,19 @@ def _solved(problem: Problem, search: Search, clock: Clock) -> Solution:
     found = solution_cache.find(problem, key)
     if found is None:
         left_seconds = max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)
-        found = _searched(problem, search if search.deterministic else search.within(left_seconds))
+        found = _searched(problem, search if search.deterministic else search.within(left_seconds), known)
         # Without the kernels of annealing the next search may find more.
         is_final = found.is_optimal or search.solver != AutoSolver.name or is_compiled()
         solution_cache.keep(key, found, on_disk=is_final)
     return found
 
 
-def _searched(problem: Problem, search: Search) -> Solution:
-    """Search for a solution, starting from the plan of the lowest known peak if it keeps the budget.
+def _searched(problem: Problem, search: Search, known: Schedule | None) -> Solution:
+    """Search for a solution, starting from a known plan, or the one of the lowest peak, if it keeps the budget.
 
     Without it a budget that one search found feasible could be refused by the next.
     """
-    known = lowest_plan_known(problem, search)
+    known = known or lowest_plan_known(problem, search)
     solver = AutoSolver(known) if search.solver == AutoSolver.name else search.solver
     try:
         return solved(problem, solver, effort=search, progress=search.progress)

@@ -95,12 +95,16 @@ def render_offloading(plan: Plan) -> Text | None:
     count = len(offloading.values)
     here = " On a CPU that is the same memory, so all this shows is what would move." if plan.device == "cpu" else ""
     hidden_seconds = offloading.transfer_seconds - offloading.stall_seconds
+    without = ""
+    if offloading.alone_seconds is not None:
+        overhead = plan.over_eager(plan.relative(offloading.alone_seconds))
+        without = f" Without offload the overhead would be {signed_percent(overhead)}."
     return Text(
         f"{count} {'value waits' if count == 1 else 'values wait'} in the host's memory: "
         f"{format_bytes(offloading.host_bytes)} ({offloading.host_bytes:,} bytes) of the "
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
         f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(hidden_seconds)} of it "
-        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest.{here}"
+        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest.{without}{here}"
     )
 
 

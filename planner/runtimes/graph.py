@@ -44,7 +44,7 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
-from planner.common.options import AUTO
+from planner.common.options import AUTO, Offload
 from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
 from planner.plans.reuse import is_reused
@@ -391,21 +391,25 @@ class GraphRuntime(PlannedCalls):
         Where that has found a better plan, the step is planned with it.
         """
         options, search, searched = self.options, self.options.search, self._searched
+        offload = options.offload
         plan = partial(plan_step, self.model, joint, reuse=reuse, must_match=self.must_match)
-        is_of_others = options.offload.enabled or options.policy is not None or options.runtime.chunk != 1
+        is_of_others = offload.is_asked or options.policy is not None or options.runtime.chunk != 1
         waits = search.wait or search.deterministic or search.solver != AUTO or is_of_others or self._must_match
         if waits or waits_anyway or searched is not None:
             self._searched = None
             return plan(options, known=searched)
         try:
-            step = plan(replace(options, search=search.within(_AT_ONCE_SECONDS)))
+            step = plan(replace(options, search=search.within(_AT_ONCE_SECONDS), offload=Offload(False)))
         except InfeasibleBudgetError as error:
-            if error.is_proven:
+            if error.is_proven and not offload.enabled:
                 raise
             return plan(options)
-        if not is_reused(step.plan) and is_worth_it(step.plan, search):
+        host = step.study.host_for(offload, search)
+        if not is_reused(step.plan) and is_worth_it(step.plan, search, host):
             lowered = replace(step.lowered, joint=replace(joint, inputs=[]))  # training is not to hold them so long
-            beside = SearchBeside(step.study, step.plan, {"budget": options.budget, "search": search})
+            beside = SearchBeside(
+                step.study, step.plan, {"budget": options.budget, "search": search, "offload": offload}
+            )
             self._beside = beside, replace(step, step=replace(step.step, lowered=lowered))
         return step
 

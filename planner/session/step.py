@@ -421,7 +421,7 @@ def cost(
 
 def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> Plan | None:
     """Carry a plan over to a costed step; see :func:`planner.plans.reuse.take_over`."""
-    host = study.host_for(options.offload)
+    host = study.host_for(options.offload, options.search)
     return take_over(
         study.posed(options.budget, host),
         plan,

@@ -16,7 +16,7 @@ from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
 from planner.capture.model_facts import has_several_ranks
-from planner.common.options import Budget, Offload, Runtime, Search, Target, Training
+from planner.common.options import AUTO, Budget, Offload, Runtime, Search, Target, Training
 from planner.common.units import Size
 from planner.errors import UsageError
 from planner.session.eager_study import study_eager, with_eager
@@ -119,7 +119,7 @@ def what_if(
     budgets: int | str | Iterable[Size] = 20,
     sizes: Mapping[str, str | int | Iterable[int]] | None = None,
     loss_fn: LossFunction | None = None,
-    offload: Offload | bool = False,
+    offload: Offload | bool | str = AUTO,
     training: Training | str = Training(),
     runtime: Runtime | str = "graph",
     search: Search | str = Search(time_limit_seconds=25.0),
@@ -184,7 +184,7 @@ def what_if(
     check_offload(options.runtime.name, options.offload)
     resized = {"batch_size": example.with_batch, "seq_len": example.with_length}
     step = study_step(model, example, options, loss_fn, beside_eager=True)
-    host = step.host_for(options.offload)
+    host = step.host_for(options.offload, search)
     sweep = CurveSweep(step, search, points=points, budgets=typed, asked=budget, host=host)
     sweep.run()
 

@@ -55,6 +55,8 @@ class AutoSolver:
         incumbent = Incumbent(problem, lambda line: tell(f"auto: {line}"))
         if self.known is not None:
             incumbent.see(self.known)
+            if problem.host is not None:
+                incumbent.take_lowest(self.name)
         self.improve(incumbent, effort=effort, progress=tell)
         return incumbent.solution()
 

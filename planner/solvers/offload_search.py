@@ -81,7 +81,7 @@ class _OffloadSearch:
         self.movable = ranked(self.problem)
         self.tried: set[tuple[frozenset[int], int, float]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
-        self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
+        self.enough_seconds = 0.0 if self.is_small else max(ENOUGH, effort.enough) * self.problem.baseline.seconds
         known = incumbent.schedule.offloads if incumbent.schedule is not None else ()
         self.best = frozenset(offload.value for offload in known)
         """The values that the best plan offloads."""
@@ -94,8 +94,8 @@ class _OffloadSearch:
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
         everything = first_within(problem, self.movable)
-        # First without offload: looked for after it, in what time was left, plans with more freedom came out dearer.
-        self.attempt(frozenset(), share=_FIRST_SHARE)
+        if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left
+            self.attempt(frozenset(), share=_FIRST_SHARE)
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.make_room()
         for values in (*chosen[1:], everything):

@@ -43,13 +43,14 @@ def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
     """Return a digest of everything that decides what a solver proposes."""
     graph = problem.graph
     digest = hashlib.sha256()
+    sum_bytes = sum(v.size_bytes for v in graph.values)  # what is free beyond that changes from minute to minute
     for part in (
         _versions(),
         (solver, effort.time_limit_seconds, effort.deterministic, effort.seed, effort.enough, problem.budget_bytes),
         [(v.size_bytes, v.retained) for v in graph.values],
         [(o.inputs, o.outputs, o.phase, o.module, o.recomputable, o.state_bytes, o.region) for o in graph.operations],
         [(c.seconds, c.workspace_bytes) for c in problem.costs],
-        problem.host,
+        problem.host and replace(problem.host, budget_bytes=min(problem.host.budget_bytes, sum_bytes)),
     ):
         digest.update(repr(part).encode())
     return digest.hexdigest()

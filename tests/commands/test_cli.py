@@ -146,6 +146,8 @@ GIVEN = (
     "--activation-budget 70% --optimizer sgd --runtime graph --chunk auto --time-limit 2.5 --deterministic",
     "--budget 95% --offload --host-budget 64GiB --device h100 --batch-size 3 --dtype bf16",
     "--budget 95% --offload --chunk 4 --profile {}/a.profile --layers 1",
+    "--budget 65% --no-offload",
+    "--budget 65% --host-budget 1GiB --link 64GB/s",
     "--strategy every-2 --runtime modules",
 )
 
@@ -172,7 +174,7 @@ def test_what_is_printed_can_be_copied(
     assert arrived.get("loss_fn") is loss_fn is api.asked["loss_fn"]
     no_search = dataclasses.replace(api.asked["search"], progress=None)
     asked = Options.of(api.asked | {"search": no_search, "name": ""})
-    assert Options.of({"offload": False, "runtime": "auto", **arrived}) == asked
+    assert Options.of({"offload": "auto", "runtime": "auto", **arrived}) == asked
     model = zoo.build("minigpt", layers=1, batch_size=1, seq_len=8).model
     if "--data-parallel" not in given:  # which is for a model that is sharded by then
         assert wrap(model, **arrived) is model

@@ -197,7 +197,7 @@ def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Ou
 
 
 def _smallest_budget(study: Study, plan: Plan, search: Search, offload: Offload) -> int:
-    problem = study.posed(Budget(plan.budget_bytes), study.host_for(offload))
+    problem = study.posed(Budget(plan.budget_bytes), study.host_for(offload, search))
     return smallest_budget(problem, plan.schedule_for(study.graph), search, study.static_memory)
 
 
