@@ -7,8 +7,10 @@ that peak. No GPU is needed; device times are those of a roofline. Writes ``docs
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks import common
@@ -55,88 +57,8 @@ class Figure:
     training: dict[str, Any] = field(default_factory=lambda: {"optimizer": "adamw"})
 
 
-FIGURES: tuple[Figure, ...] = (
-    Figure(
-        name="GPT, 12 layers",
-        model="gpt2",
-        sizes={"batch_size": 2, "seq_len": 1024, "dtype": "float32"},
-        device="rtx-3090",
-        published="94.3% to 79.4% of the card, 10 to 12% more time",
-        stated="12 layers, width 768, sequence 1,024, batch 2, each block checkpointed",
-        assumed="float32, AdamW, vocabulary 50,257, fused attention; which card it was is not said",
-        finding="Plausible. The predicted saving is 14.9% of a card of 12 to 14 GB. What else filled the card is "
-        "not said; the caching allocator's reserve counts in such a reading. The predicted time is that of forward and "
-        "backward alone: 10 to 12% of a loop that also loads data, steps an optimizer and logs is less than it.",
-    ),
-    Figure(
-        name="BERT-large",
-        model="bert-large",
-        sizes={"batch_size": 16, "seq_len": 128, "dtype": "float32"},
-        device="rtx-3090",
-        published="9,141 to 5,978 MB, 25:16 to 33:36 (33% more time)",
-        stated="pretraining on an RTX 3090 of 24 GB",
-        assumed="float32, AdamW, batch 16 of 128 tokens, which is what leaves 3.2 GB for activations",
-        finding="Plausible. Parameters, gradients and Adam's state alone are 5.4 GB, so 5,978 MB is close to the least "
-        "that any plan could reach. Today's default optimizer (foreach) takes 1.3 GB more for a moment of its step, "
-        "which then is the larger peak. 33% is the full overhead of checkpointing every layer; the same memory can "
-        "cost less.",
-    ),
-    Figure(
-        name="MiniMind 26M",
-        model="minimind-26m",
-        sizes={"batch_size": 64, "seq_len": 512, "dtype": "float32"},
-        device="rtx-3090",
-        published="18 to 10 GB, 1.1 to 1.4 h (27% more time)",
-        stated="MiniMind 26M on an RTX 3090",
-        assumed="float32 parameters and activations, AdamW, batch 64 of 512 tokens",
-        finding="The 18 GB and the 27% are plausible at that batch. 10 GB is more than checkpointing each layer should "
-        "leave. Either only some layers were checkpointed, or 10 GB is what the allocator reserved.",
-    ),
-    Figure(
-        name="ResNet-152",
-        model="resnet152",
-        sizes={"batch_size": 32, "image_size": 224, "dtype": "float32"},
-        device="a100-40",
-        published="7.2 to 3.1 GB",
-        stated="ResNet-152",
-        assumed="float32, batch 32 of 224 x 224 images, SGD with momentum",
-        finding="Plausible: the ratio of the two figures is the predicted one, and the difference of each from its "
-        "prediction is what a CUDA context and cuDNN's workspace take.",
-        training={"optimizer": "momentum"},
-    ),
-    Figure(
-        name="ViT-B/16",
-        model="vit-b16",
-        sizes={"batch_size": 96, "image_size": 224, "dtype": "float32"},
-        device="a100-40",
-        published="12.5 to 5.8 GB",
-        stated="ViT-B/16",
-        assumed="float32, batch 96 of 224 x 224 images, AdamW, fused attention",
-        finding="The 12.5 GB are plausible at that batch. Checkpointing every layer should leave less than 5.8 GB.",
-    ),
-    Figure(
-        name="GPT-2 774M",
-        model="gpt2-774m",
-        sizes={"batch_size": 4, "seq_len": 1024, "dtype": "float32"},
-        device="a100-80",
-        published="38 to 16 GB",
-        stated="GPT-2 of 774M parameters",
-        assumed="float32, AdamW, batch 4 of 1,024 tokens, fused attention",
-        finding="Plausible: the ratio is the predicted one. Of the 16 GB, 9.3 GB are parameters and Adam's state. A "
-        "plan at that peak can only change the rest, and still pays less than half.",
-    ),
-    Figure(
-        name="LLaMA-7B",
-        model="llama-7b",
-        sizes={"batch_size": 2, "seq_len": 2048, "dtype": "bfloat16"},
-        device="a100-80",
-        published="56 to 24 GB",
-        stated="LLaMA of 7B parameters",
-        assumed="bfloat16, batch 2 of 2,048 tokens, no optimizer state",
-        finding="Not plausible for training all parameters: weights and gradients in bfloat16 are 27 GB together, "
-        "before any activation. It can be so for adapters on frozen weights, whose gradients are small.",
-        training={"optimizer": "none"},
-    ),
+FIGURES = tuple(
+    Figure(**figure) for figure in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["figure"]
 )
 
 
