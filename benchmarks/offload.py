@@ -24,7 +24,7 @@ DEVICES = {"h200": (1, "256GiB"), "rtx-4090": (8, "32GiB")}
 PEAKS = {"every-layer": "every layer", "every-2": "every second layer", "selective": "saved products"}
 SIZES = GPU_SIZES | {"qwen3-0.6b": {"batch_size": 16, "seq_len": 2048, "dtype": "bfloat16"}}
 GOAL, LEAST = 0.5, 1e-3
-"""Of the mean ratio; and what every overhead counts for at least, so that ratios of nothing mean something."""
+"""Of the mean ratio; and how much recompute must cost for a row to count, and what others count for at least."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,7 +72,7 @@ def _asked(host_budget: str) -> tuple[Any, ...]:
 
 
 def _ratio(rows: Sequence[Result]) -> float:
-    return geometric_mean([max(row["auto"], LEAST) / max(row["alone"], LEAST) for row in rows] or [0.0])
+    return geometric_mean([max(row["auto"], LEAST) / row["alone"] for row in rows if row["alone"] > LEAST] or [1.0])
 
 
 def _cells(row: Result) -> list[object]:
@@ -84,12 +84,15 @@ def _cells(row: Result) -> list[object]:
 def _page(result: Result) -> str:
     rows = result["rows"]
     said = [
-        f"{device}: {_ratio(own):.2f} of the overhead of recompute alone (geometric mean of {len(own)}), plans at most "
+        f"{device}: {_ratio(own):.2f} of the overhead of recompute alone (geometric mean), plans at most "
         f"{percent(max(row['auto'] - row['auto_bound'] for row in own), 2)} of the step above their bounds."
         for device in DEVICES
         if (own := [row for row in rows if row["device"] == device])
     ]
-    note = "Overheads are over the captured step without recompute. Ratios take none for less than 0.1%."
+    note = (
+        "Overheads are over the captured step without recompute. Means are over peaks at which recompute costs more "
+        "than 0.1%, and take no overhead for less."
+    )
     head = ["device", "model", "peak of", "budget, GiB", "offloaded, GiB", "alone", "bound", "auto", "bound"]
     return common.page("Offload", result, *said, note, common.table(head, [_cells(row) for row in rows]))
 

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 _BETTER = 1e-3
 """By so much of the step a plan must be cheaper to take the place of the one in force: its graphs are written anew."""
 
-_WORTH_OFFLOADING = 0.005
+WORTH_OFFLOADING = 0.005
 """What offload must save where it is not asked for, as a share of the step: copies of others may use the link too."""
 
 _PROGRAM = "from planner.analysis.study import main; main()"
@@ -124,7 +124,7 @@ class Study:
             return None
         if asked.link is None and device.host_link_bytes_per_second <= 0:
             return None
-        return self.host(asked.host_budget, asked.at_least, link=asked.link, least_gain=_WORTH_OFFLOADING)
+        return self.host(asked.host_budget, asked.at_least, link=asked.link, least_gain=WORTH_OFFLOADING)
 
     def unlimited_host(self) -> Host | None:
         """Return the host memory without a limit; None if the link to it is unknown."""

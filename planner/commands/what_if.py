@@ -111,16 +111,16 @@ class _Asking:
 
     def answers(self) -> Answers:
         """Ask."""
-        from planner.analysis.trade_off.answers import RECOMPUTE_ALONE, Answers, methods_beside
+        from planner.analysis.trade_off.answers import Answers, methods_beside
         from planner.analysis.trade_off.axes import for_one_row, on_devices
-        from planner.analysis.trade_off.curve import CurveSweep
+        from planner.analysis.trade_off.curve import RECOMPUTE_ALONE, CurveSweep
 
         args, study = self.args, self.study()
         self.shown("looking for the smallest peak")
-        host = study.host_for(self.offload)
+        host = study.host_for(self.offload, self.search)
         sweep = CurveSweep(study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host)
         sweep.run(self.shown.count)
-        solvers = [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]
+        solvers = [*([RECOMPUTE_ALONE] if sweep.alone is not None else []), *args.solvers]
         return Answers(
             curve=sweep.with_sizes(self.sizes, self.sized, samples=self.samples, offload=self.offload),
             devices=on_devices(args.devices, self.study_on, for_one_row(self.search), self.offload),

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -53,7 +54,17 @@ def here(device: torch.device) -> DeviceSpec:
             clock_hertz=1e3 * getattr(facts, "clock_rate", 1.5e6),
             memory_bits_per_second=2e3 * memory_kilohertz * bus_bits,
         )
-    return _under_this_torch(spec)
+    return _under_this_torch(spec if _can_pin() else replace(spec, host_link_bytes_per_second=0.0))
+
+
+@cache
+def _can_pin() -> bool:
+    """Whether memory of the host can be pinned: copies to other memory let computing wait."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def find(name: str) -> DeviceSpec:

@@ -54,7 +54,7 @@ class Offloading:
     transfer_seconds: float
     stall_seconds: float
     alone_seconds: float | None = field(default=None, metadata={"left_out": True})
-    """What the cheapest plan that was found without offload adds to the step; None if none was found, or none sought."""
+    """What the cheapest plan without offload adds to the step; None if none was found, or none sought."""
 
 
 def offloading_of(

@@ -104,7 +104,8 @@ def render_offloading(plan: Plan) -> Text | None:
         f"{format_bytes(offloading.host_bytes)} ({offloading.host_bytes:,} bytes) of the "
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
         f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(hidden_seconds)} of it "
-        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest.{without}{here}"
+        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the "
+        f"rest.{without}{here}"
     )
 
 

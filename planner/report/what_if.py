@@ -11,6 +11,7 @@ from rich.text import Text
 
 from planner.analysis.trade_off.answers import Answers, Method, is_strategy
 from planner.analysis.trade_off.axes import DeviceRow, Outcome, SizeAxis, SizeRow
+from planner.analysis.trade_off.curve import RECOMPUTE_ALONE
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
 from planner.report.style import Column, at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
@@ -52,6 +53,10 @@ def further(answers: Answers) -> Iterator[RenderableType]:
     if answers.methods:
         yield _methods(answers.methods)
         yield from (Text(f"{method.name}: {method.reason}") for method in answers.methods if method.reason)
+    if curve.host_budget_bytes is not None and any(method.name == RECOMPUTE_ALONE for method in answers.methods):
+        until = answers.offload_helps_to_bytes
+        where = "at no budget" if until is None else f"up to a budget of {format_bytes(until)}"
+        yield Text(f"Offload saves more than half a point of the step {where}.")
     yield Text(_origin(answers.curve))
 
 

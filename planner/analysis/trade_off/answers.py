@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import solvers, strategies
-from planner.analysis.study import Study
+from planner.analysis.study import WORTH_OFFLOADING, Study
 from planner.analysis.trade_off.axes import DeviceRow
-from planner.analysis.trade_off.curve import Count, CurveSweep
+from planner.analysis.trade_off.curve import RECOMPUTE_ALONE, Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.json_reader import to_data
 from planner.common.registry import did_you_mean
@@ -18,9 +18,6 @@ from planner.ir.schedule import Schedule
 from planner.plans.comparison import evaluate
 from planner.plans.plan import Plan
 from planner.solvers.auto import AutoSolver
-
-RECOMPUTE_ALONE = "recompute"
-"""Solver ``auto`` without offload, beside a curve with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +65,11 @@ def _method(curve: CurveSweep, name: str, count: Count) -> Method:
             return Method(name=name, points=(), reason=str(error))
     if name == curve.search.solver:
         return Method(name=name, points=curve.curve().points)
-    alone = name == RECOMPUTE_ALONE
-    host = None if alone or not solvers.get(name).offloads else curve.host
-    search = replace(curve.search.under(name), solver=AutoSolver.name if alone else name)
+    if name == RECOMPUTE_ALONE and curve.alone is not None:
+        return Method(name=name, points=curve.alone.curve().points)
+    solver = AutoSolver.name if name == RECOMPUTE_ALONE else name
+    host = curve.host if solvers.get(solver).offloads else None
+    search = replace(curve.search.under(name), solver=solver)
     sweep = CurveSweep(curve.study, search, known=curve, host=host)
     sweep.run(count)
     return Method(name=name, points=sweep.curve().points)
@@ -98,6 +97,19 @@ class Answers:
     methods: tuple[Method, ...] = ()
     plans: tuple[Plan, ...] = ()
     """The plan of each point, for who wants to look into it; no part of the report."""
+
+    @property
+    def offload_helps_to_bytes(self) -> int | None:
+        """The largest budget at which offload saves more than half a point of the step; None if it never does."""
+        alone = next((method.points for method in self.methods if method.name == RECOMPUTE_ALONE), ())
+        pairs = zip(self.curve.points, alone, strict=False)
+        helped = (
+            point.budget_bytes
+            for point, other in pairs
+            if point.overhead is not None
+            and (other.overhead is None or other.overhead - point.overhead > WORTH_OFFLOADING)
+        )
+        return max(helped, default=None)
 
     def report(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""

@@ -31,6 +31,9 @@ from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_lowest
 
+RECOMPUTE_ALONE = "recompute"
+"""Solver ``auto`` without offload, beside a curve with it."""
+
 MORE_BYTES = 2**30
 """How much more is asked about beside the budget that was asked about."""
 
@@ -102,8 +105,16 @@ class CurveSweep:
             self.budgets = spread(self.lowest_bytes, self.top_bytes, points)
         self.asked_bytes = study.problem(asked).budget_bytes + self.static_bytes if asked is not None else None
 
+        self.alone: CurveSweep | None = None
+        """The curve of recompute alone, beside one with offload."""
+
     def run(self, count: Count = lambda done, total: None) -> None:
-        """Solve every point."""
+        """Solve every point; with offload from the plans of recompute alone on, which have as much time."""
+        if self.host is not None:
+            search = replace(self.search.under(RECOMPUTE_ALONE), solver=AutoSolver.name)
+            self.alone = CurveSweep(self.study, search, asked=self.asked_bytes, known=self)
+            self.alone.run(count)
+            self.found += self.alone.found
         clock = self.search.clock()
         asked = [] if self.asked_bytes is None else [self.asked_bytes, self.asked_bytes + MORE_BYTES]
         order = list(dict.fromkeys([*asked, *coarse_to_fine(self.budgets)]))
