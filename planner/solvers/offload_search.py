@@ -39,6 +39,9 @@ _LP_SECONDS_PER_ROW = 1e-4
 _SECONDS_PER_RUN = 1e-4
 """About what it takes to give a plan its times, for each of its runs, likewise."""
 
+_LINK_SHARES = (0.85, 0.6, 0.35)
+"""Of the link's rate, for choices of fewer values."""
+
 _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for a plan without offload, and then for the most promising choice of values, and for
 another choice."""
@@ -88,17 +91,18 @@ class _OffloadSearch:
 
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
-        if proven_lowest(problem) > problem.budget_bytes:
+        if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
             raise _infeasible(self.incumbent, self.host, proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
-        found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
-        chosen = [values for _, values in found]
+        found = sorted(((*self.choose(step), step) for step in cuts), key=lambda choice: -choice[0])
+        chosen = [values for _, values, _ in found]
+        slower = [self.choose(found[0][2], share)[1] for share in _LINK_SHARES]
         everything = first_within(problem, self.movable)
         if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left
             self.attempt(frozenset(), share=_FIRST_SHARE)
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.make_room()
-        for values in (*chosen[1:], everything):
+        for values in (*slower, *chosen[1:], everything):
             self.attempt(values)
         if self.incumbent.schedule is None:
             self.offer(lowest_offloading(problem, everything))
@@ -111,13 +115,18 @@ class _OffloadSearch:
     def is_over(self) -> bool:
         return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
 
-    def choose(self, step: int) -> tuple[float, frozenset[int]]:
-        """Solve a cut's programme and keep its bound; return the offloaded values, or None if there is no plan."""
-        cut = build(self.problem, step)
+    def choose(self, step: int, share: float = 1.0) -> tuple[float, frozenset[int]]:
+        """Solve a cut's programme and keep its bound; return the offloaded values.
+
+        Of those that so small a share of the link takes, transfers have time to hide.
+        """
+        host = replace(self.host, bytes_per_second=share * self.host.bytes_per_second)
+        cut = build(replace(self.problem, host=host), step)
         answer = self.solved(cut) if cut is not None else None
         if cut is None or answer is None or answer.infeasible:
             raise _infeasible(self.incumbent, self.host, proven=True)
-        self.incumbent.raise_bound(answer.bound * cut.scale)
+        if share == 1.0:
+            self.incumbent.raise_bound(answer.bound * cut.scale)
         away = (u for u, column in cut.away.items() if answer.columns and answer.columns[column] > 0.5)
         return answer.bound * cut.scale, frozenset(away)
 
