@@ -156,7 +156,7 @@ def _settled(options: Options) -> Options:
     carrier = replace(options.runtime, name=runtime)
     plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and carrier.name == "auto" else carrier.name, options.search.solver)
-    check_strategy(options.budget.strategy, carrier.name, offload=options.offload.is_asked, in_chunks=in_chunks)
+    check_strategy(options.budget.strategy, carrier.name, offload=options.offload.enabled is True, in_chunks=in_chunks)
     options.budget.check(or_none=options.budget.strategy is not None)
     return replace(options, runtime=carrier)
 

@@ -18,7 +18,7 @@ _DOES_NOT_OFFLOAD = (
 
 def check_offload(runtime: str, asked: Offload) -> None:
     """Refuse to plan offload for a runtime without it; which of them ``"auto"`` takes is seen when it plans."""
-    if asked.is_asked and runtime not in ("auto", *OFFLOAD):
+    if asked.enabled is True and runtime not in ("auto", *OFFLOAD):
         raise UsageError(_DOES_NOT_OFFLOAD.format(runtime))
 
 

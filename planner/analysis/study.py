@@ -117,14 +117,13 @@ class Study:
 
     def host_for(self, asked: Offload, search: Search = Search()) -> Host | None:
         """Return the host memory that is asked for, None if nothing may be offloaded, or ``"auto"`` sees no way to."""
-        if asked.is_asked:
-            return self.host(asked.host_budget, asked.at_least, link=asked.link)
-        device, is_possible = self.device, self.origin.runtime in OFFLOAD and solvers.get(search.solver).offloads
-        if not asked.enabled or not is_possible or device is None or device.kind == "cpu":
-            return None
-        if asked.link is None and device.host_link_bytes_per_second <= 0:
-            return None
-        return self.host(asked.host_budget, asked.at_least, link=asked.link, least_gain=WORTH_OFFLOADING)
+        least_gain = 0.0 if asked.enabled is True else WORTH_OFFLOADING
+        if least_gain:
+            is_possible = asked.enabled and self.origin.runtime in OFFLOAD and solvers.get(search.solver).offloads
+            device = self.device if is_possible else None
+            if device is None or device.kind == "cpu" or not (asked.link or device.host_link_bytes_per_second > 0):
+                return None
+        return replace(self.host(asked.host_budget, asked.at_least, link=asked.link), least_gain=least_gain)
 
     def unlimited_host(self) -> Host | None:
         """Return the host memory without a limit; None if the link to it is unknown."""
@@ -163,7 +162,7 @@ class Study:
         if policy is not None and (self.regions is not None or budget.strategy is not None):
             told = "a strategy" if budget.strategy is not None else "the runtime 'modules', which recomputes modules,"
             raise RuntimeUnsupportedError(f"{told} follows no policy: a policy decides single operations of a graph")
-        check_strategy(budget.strategy, self.origin.runtime, offload=offload.is_asked)
+        check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled is True)
         if self.regions is not None:
             check_offload("modules", offload)
         if budget.strategy is not None:
@@ -176,7 +175,7 @@ class Study:
                 progress=search.progress,
             )
         problem = self.posed(budget, self.host_for(offload, search), policy)
-        if policy is not None and not (offload.is_asked or problem.decisions.offload):
+        if policy is not None and offload.enabled is not True and not problem.decisions.offload:
             problem = replace(problem, host=None)  # the rest of it is not asked to
         return make_plan(problem, search, origin=self.origin, static_memory=self.static_memory)
 

@@ -245,11 +245,6 @@ class Offload(_Group):
         if self.enabled not in (True, False, AUTO):
             raise UsageError(f"offload is True, False or {AUTO!r}, not {self.enabled!r}")
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether it is wanted, and an error where it cannot be had."""
-        return self.enabled is True
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Target(_Group):

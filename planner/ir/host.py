@@ -57,12 +57,7 @@ UNTIMED = Host(bytes_per_second=math.inf, budget_bytes=0)
 
 
 def host_of(
-    spec: DeviceSpec,
-    budget: Size | None = None,
-    *,
-    at_least: Size = LEAST_BYTES,
-    link: Size | None = None,
-    least_gain: float = 0.0,
+    spec: DeviceSpec, budget: Size | None = None, *, at_least: Size = LEAST_BYTES, link: Size | None = None
 ) -> Host:
     """Return the host memory of a device; a budget of ``"60%"`` is of what this machine has.
 
@@ -84,14 +79,11 @@ def host_of(
         bytes_per_second=peak * spec.bandwidth_efficiency,
         budget_bytes=budget_bytes,
         least_bytes=parse_size(at_least),
-        least_gain=least_gain,
     )
 
 
 def free_bytes() -> int:
     """Return what programs may still take of this machine's memory, as Linux estimates it; elsewhere all of it."""
-    with suppress(OSError):
-        found = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        if found:
-            return 1024 * int(found[1])
+    with suppress(OSError, IndexError):
+        return 1024 * int(re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())[0])
     return cost_models.device("cpu").memory_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -60,11 +61,9 @@ def here(device: torch.device) -> DeviceSpec:
 @cache
 def _can_pin() -> bool:
     """Whether memory of the host can be pinned: copies to other memory let computing wait."""
-    try:
-        torch.empty(1, pin_memory=True)
-    except RuntimeError:
-        return False
-    return True
+    with suppress(RuntimeError):
+        return torch.empty(1, pin_memory=True) is not None
+    return False
 
 
 def find(name: str) -> DeviceSpec:

@@ -38,7 +38,7 @@ _SHORTER = 4
 _LEAST_SHARE = 0.1
 """Of its time, what a search has even where those before it took all."""
 
-_ALONE_SHARE, _OFFLOAD_SHARE = 0.35, 0.4
+_SHARES = 0.35, 0.4
 """Of the time, for a plan without offload, and for one with it; the rest is for what breaks the budget in blocks."""
 
 ATTEMPTS = 6
@@ -132,14 +132,13 @@ def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callabl
     host = problem.host
     if host is None or problem.decisions.moves:
         return solved_in_best_order(problem, search, solve)
-    alone: Solution | None = None
-    shorter = replace(search, time_limit_seconds=_ALONE_SHARE * search.time_limit_seconds)
+    shorter, rest = (replace(search, time_limit_seconds=share * search.time_limit_seconds) for share in _SHARES)
+    without, alone = replace(problem, host=None), None
     with suppress(InfeasibleBudgetError):
-        alone = solved_in_best_order(replace(problem, host=None), shorter, solve)
+        alone = solved_in_best_order(without, shorter, solve)
     worth_seconds = host.least_gain * problem.baseline.seconds
     if alone is not None and alone.added_seconds <= worth_seconds:
         return alone
-    rest = replace(search, time_limit_seconds=_OFFLOAD_SHARE * search.time_limit_seconds)
     posed, known = (problem, None) if alone is None else in_own_order(problem, alone.schedule)
     try:
         found = solve(posed, rest, known=known)
@@ -152,8 +151,7 @@ def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callabl
     if alone.added_seconds - found.added_seconds <= worth_seconds:
         if not host.least_gain:
             return _bounded_by(found, min(alone, found, key=lambda one: one.added_seconds))
-        longer = solved_in_best_order(replace(problem, host=None), search, solve)
-        return min(alone, longer, key=lambda one: one.added_seconds)
+        return min(alone, solved_in_best_order(without, search, solve), key=lambda one: one.added_seconds)
     return replace(
         found,
         schedule=renumbered(found.schedule, order_of(alone.schedule)),

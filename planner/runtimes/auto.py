@@ -98,7 +98,7 @@ def may_improve(name: str, tried: Tried, options: Options) -> bool:
     """
     if not tried:
         return True
-    if name == "modules" and options.offload.is_asked:
+    if name == "modules" and options.offload.enabled is True:
         return False
     first = tried[0]
     if isinstance(first, Refusal) and not first.does_not_fit:

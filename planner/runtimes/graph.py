@@ -65,6 +65,8 @@ _log = logging.getLogger("planner")
 _OFTEN = 8
 """A warning is given after this many captures in a row."""
 
+_ASKED = ("budget", "search", "offload")
+
 _AT_ONCE_SECONDS = 1.0
 """For the search that the first step waits for."""
 
@@ -393,7 +395,7 @@ class GraphRuntime(PlannedCalls):
         options, search, searched = self.options, self.options.search, self._searched
         offload = options.offload
         plan = partial(plan_step, self.model, joint, reuse=reuse, must_match=self.must_match)
-        is_of_others = offload.is_asked or options.policy is not None or options.runtime.chunk != 1
+        is_of_others = offload.enabled is True or options.policy is not None or options.runtime.chunk != 1
         waits = search.wait or search.deterministic or search.solver != AUTO or is_of_others or self._must_match
         if waits or waits_anyway or searched is not None:
             self._searched = None
@@ -404,12 +406,9 @@ class GraphRuntime(PlannedCalls):
             if error.is_proven and not offload.enabled:
                 raise
             return plan(options)
-        host = step.study.host_for(offload, search)
-        if not is_reused(step.plan) and is_worth_it(step.plan, search, host):
+        if not is_reused(step.plan) and is_worth_it(step.plan, search, step.study.host_for(offload, search)):
             lowered = replace(step.lowered, joint=replace(joint, inputs=[]))  # training is not to hold them so long
-            beside = SearchBeside(
-                step.study, step.plan, {"budget": options.budget, "search": search, "offload": offload}
-            )
+            beside = SearchBeside(step.study, step.plan, {name: getattr(options, name) for name in _ASKED})
             self._beside = beside, replace(step, step=replace(step.step, lowered=lowered))
         return step
 

@@ -102,14 +102,12 @@ class Answers:
     def offload_helps_to_bytes(self) -> int | None:
         """The largest budget at which offload saves more than half a point of the step; None if it never does."""
         alone = next((method.points for method in self.methods if method.name == RECOMPUTE_ALONE), ())
-        pairs = zip(self.curve.points, alone, strict=False)
-        helped = (
-            point.budget_bytes
-            for point, other in pairs
-            if point.overhead is not None
-            and (other.overhead is None or other.overhead - point.overhead > WORTH_OFFLOADING)
+        costs = (
+            (float("inf") if one.overhead is None else one.overhead for one in points)
+            for points in (alone, self.curve.points)
         )
-        return max(helped, default=None)
+        helped = (most - least > WORTH_OFFLOADING for most, least in zip(*costs, strict=False))
+        return max((p.budget_bytes for p, helps in zip(self.curve.points, helped, strict=False) if helps), default=None)
 
     def report(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
