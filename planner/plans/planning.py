@@ -133,9 +133,7 @@ def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callabl
     if host is None or problem.decisions.moves:
         return solved_in_best_order(problem, search, solve)
     shorter, rest = (replace(search, time_limit_seconds=share * search.time_limit_seconds) for share in _SHARES)
-    without, alone = replace(problem, host=None), None
-    with suppress(InfeasibleBudgetError):
-        alone = solved_in_best_order(without, shorter, solve)
+    alone = _alone(problem, shorter, solve)
     worth_seconds = host.least_gain * problem.baseline.seconds
     if alone is not None and alone.added_seconds <= worth_seconds:
         return alone
@@ -148,16 +146,19 @@ def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callabl
         return alone
     if alone is None:
         return found
+    found = replace(found, schedule=renumbered(found.schedule, order_of(alone.schedule)))
+    if alone.lower_bound_seconds - found.added_seconds <= worth_seconds:  # with more time it may cost less
+        alone = min(alone, _alone(problem, search, solve) or alone, key=lambda one: one.added_seconds)
     if alone.added_seconds - found.added_seconds <= worth_seconds:
-        if not host.least_gain:
-            return _bounded_by(found, min(alone, found, key=lambda one: one.added_seconds))
-        return min(alone, solved_in_best_order(without, search, solve), key=lambda one: one.added_seconds)
-    return replace(
-        found,
-        schedule=renumbered(found.schedule, order_of(alone.schedule)),
-        captured_seconds=alone.captured_seconds,
-        alone_seconds=alone.added_seconds,
-    )
+        return alone if host.least_gain else _bounded_by(found, alone)
+    return replace(found, captured_seconds=alone.captured_seconds, alone_seconds=alone.added_seconds)
+
+
+def _alone(problem: Problem, search: Search, solve: Callable[..., Solution]) -> Solution | None:
+    """Solve a problem without the host's memory; None if no plan was found."""
+    with suppress(InfeasibleBudgetError):
+        return solved_in_best_order(replace(problem, host=None), search, solve)
+    return None
 
 
 def solved_in_blocks(

@@ -68,7 +68,7 @@ def test_compiled_code_keeps_its_budget() -> None:
 
 @gpu.only_fake
 def test_a_planned_step_waits_for_the_device_no_more_than_eager() -> None:
-    model, x = wrapped("graph")
+    model, x = wrapped("graph", offload=False)
     allocated(model, x)
     before = gpu.calls()
     model(x).backward()
