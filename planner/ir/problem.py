@@ -43,6 +43,11 @@ class Problem:
         """Return the problem without its policy; operations that the policy saves stay unrecomputable."""
         return replace(self, decisions=Decisions())
 
+    def as_used_by(self, schedule: Schedule) -> Problem:
+        """Return the problem without a host that nobody asked for, and that a schedule does not need."""
+        is_idle = self.host is not None and self.host.least_gain > 0 and not schedule.offloads
+        return replace(self, host=None) if is_idle else self
+
     def evaluate(self, schedule: Schedule) -> Evaluation:
         """Simulate a schedule; the last result is cached."""
         last: tuple[Schedule, Evaluation] | None = self.__dict__.get("_last")

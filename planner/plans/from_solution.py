@@ -46,8 +46,6 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
-    if problem.host is not None and problem.host.least_gain and not solution.schedule.offloads:
-        problem = replace(problem, host=None)  # what is shown beside it is without offload, too
     evaluation = confirm(problem, solution)
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)

@@ -116,8 +116,9 @@ def make_plan(
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
     missing = annealing.missing(search) if problem.regions is None and problem.host is None else ""
+    used = problem.as_used_by(solution.schedule)
     plan = plan_from_solution(
-        problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
+        used, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
     )
     advised = (replace(each, fix=missing) if missing and each.rule in (PRICE, GAP) else each for each in plan.warnings)
     return replace(plan, warnings=tuple(advised))

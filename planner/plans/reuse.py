@@ -113,7 +113,8 @@ def take_over(
         plan.solver if same_graph else f"{plan.solver.removesuffix(_REUSED)}{_REUSED}",
         lower_bound_seconds=plan.lower_bound_seconds if same_graph else 0.0,
     )
-    taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)
+    used = problem.as_used_by(schedule)
+    taken = plan_from_solution(used, solution, origin=origin, static_memory=around, compare=compare)
     if same_graph and plan.order:
         taken = replace(taken, captured_order=plan.captured_order)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
