@@ -106,7 +106,7 @@ def make_plan(
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise too_little(problem, search, "the optimizer's step", after_bytes)
         again, clock = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER), search.clock()
-        solve = partial(_solved_beside_recompute, solve=partial(_solved, clock=clock))
+        solve = partial(_solved_beside_recompute, solve=partial(_solved, clock=clock), near=set())
         solution = solved_in_blocks(
             problem,
             static_memory,
@@ -124,11 +124,13 @@ def make_plan(
     return replace(plan, warnings=tuple(advised))
 
 
-def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callable[..., Solution]) -> Solution:
+def _solved_beside_recompute(
+    problem: Problem, search: Search, *, solve: Callable[..., Solution], near: set[int]
+) -> Solution:
     """Solve a problem without the host's memory first, and with it from there on: more freedom costs no plan more.
 
     What is offloaded must save as much of the step as the host says. The bound is of plans that may do what the
-    solution may.
+    solution may. What it offloads is put into ``near``, and is tried first the next time.
     """
     host = problem.host
     if host is None or problem.decisions.moves:
@@ -140,11 +142,12 @@ def _solved_beside_recompute(problem: Problem, search: Search, *, solve: Callabl
         return alone
     posed, known = (problem, None) if alone is None else in_own_order(problem, alone.schedule)
     try:
-        found = solve(posed, rest, known=known)
+        found = solve(posed, rest, known=known, near=frozenset(near))
     except InfeasibleBudgetError:
         if alone is None:
             raise
-        return alone
+        return min(alone, _alone(problem, search, solve) or alone, key=lambda one: one.added_seconds)
+    near |= {offload.value for offload in found.schedule.offloads}
     if alone is None:
         return found
     found = replace(found, schedule=renumbered(found.schedule, order_of(alone.schedule)))
@@ -226,7 +229,9 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
     return replace(problem, budget_bytes=most_bytes) if most_bytes < too_much else None
 
 
-def _solved(problem: Problem, search: Search, clock: Clock, known: Schedule | None = None) -> Solution:
+def _solved(
+    problem: Problem, search: Search, clock: Clock, known: Schedule | None = None, near: frozenset[int] = frozenset()
+) -> Solution:
     """Return the cached solution, or search for one for what is left of all the time, and cache it."""
     if problem.decisions.moves:
         return solved_by_policy(problem, lambda asked: _solved(asked, search, clock))
@@ -236,20 +241,20 @@ def _solved(problem: Problem, search: Search, clock: Clock, known: Schedule | No
     found = solution_cache.find(problem, key)
     if found is None:
         left_seconds = max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)
-        found = _searched(problem, search if search.deterministic else search.within(left_seconds), known)
+        found = _searched(problem, search if search.deterministic else search.within(left_seconds), known, near)
         # Without the kernels of annealing the next search may find more.
         is_final = found.is_optimal or search.solver != AutoSolver.name or is_compiled()
         solution_cache.keep(key, found, on_disk=is_final)
     return found
 
 
-def _searched(problem: Problem, search: Search, known: Schedule | None) -> Solution:
+def _searched(problem: Problem, search: Search, known: Schedule | None, near: frozenset[int]) -> Solution:
     """Search for a solution, starting from a known plan, or the one of the lowest peak, if it keeps the budget.
 
     Without it a budget that one search found feasible could be refused by the next.
     """
     known = known or lowest_plan_known(problem, search)
-    solver = AutoSolver(known) if search.solver == AutoSolver.name else search.solver
+    solver = AutoSolver(known, near) if search.solver == AutoSolver.name else search.solver
     try:
         return solved(problem, solver, effort=search, progress=search.progress)
     except InfeasibleBudgetError as error:

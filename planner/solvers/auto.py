@@ -46,8 +46,9 @@ class AutoSolver:
     summary = "keep everything if it fits, else the best of the other solvers"
     offloads = True
 
-    def __init__(self, known: Schedule | None = None) -> None:
-        self.known = known
+    def __init__(self, known: Schedule | None = None, near: frozenset[int] = frozenset()) -> None:
+        self.known, self.near = known, near
+        """What a neighbour's plan offloads is tried first."""
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between incumbent and bound is closed, or time is up."""
@@ -64,7 +65,7 @@ class AutoSolver:
         """Improve an incumbent that may hold a neighbour's plan; raise InfeasibleBudgetError if there is none."""
         problem = incumbent.problem
         if problem.host is not None:
-            offload_search.SOLVER.improve(incumbent, effort=effort)
+            offload_search.SOLVER.improve(incumbent, effort=effort, near=self.near)
             return
         for known in (Schedule.keep_all, Schedule.as_written):
             incumbent.update(known(problem.graph), self.name)

@@ -33,7 +33,7 @@ good, and the search ends where plan and bound are near each other."""
 ENOUGH = 3e-4
 """How near that is, as a share of the step."""
 
-_LP_SECONDS_PER_ROW = 1e-4
+_LP_SECONDS_PER_ROW = 1e-5
 """About what a relaxation takes, where work is counted."""
 
 _SECONDS_PER_RUN = 1e-4
@@ -66,11 +66,11 @@ class OffloadSearchSolver:
         self.improve(incumbent, effort=effort)
         return incumbent.solution()
 
-    def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
+    def improve(self, incumbent: Incumbent, *, effort: SolveLimits, near: frozenset[int] = frozenset()) -> None:
         """Improve an incumbent of a problem with a host; raise HostBudgetError if more host memory would help."""
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
-            _OffloadSearch(incumbent, effort).run()
+            _OffloadSearch(incumbent, effort).run(near)
         if incumbent.schedule is None:
             raise _infeasible(incumbent, incumbent.problem.host)
 
@@ -89,20 +89,24 @@ class _OffloadSearch:
         self.best = frozenset(offload.value for offload in known)
         """The values that the best plan offloads."""
 
-    def run(self) -> None:
+    def run(self, near: frozenset[int]) -> None:
         problem, graph = self.problem, self.problem.graph
         if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
             raise _infeasible(self.incumbent, self.host, proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted(((*self.choose(step), step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values, _ in found]
-        slower = [self.choose(found[0][2], share)[1] for share in _LINK_SHARES]
         everything = first_within(problem, self.movable)
         if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left
             self.attempt(frozenset(), share=_FIRST_SHARE)
+        if near:
+            self.attempt(near, share=_FIRST_SHARE)
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.make_room()
-        for values in (*slower, *chosen[1:], everything):
+        for share in _LINK_SHARES:
+            if not self.is_over():
+                self.attempt(self.choose(found[0][2], share)[1])
+        for values in (*chosen[1:], everything):
             self.attempt(values)
         if self.incumbent.schedule is None:
             self.offer(lowest_offloading(problem, everything))
