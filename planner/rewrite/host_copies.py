@@ -33,19 +33,13 @@ def offload(tensor: torch.Tensor) -> torch.Tensor:
         place.copy_(_bytes_of(tensor), non_blocking=True)
         return place
     out, _ = _streams(tensor.device)
-    out.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(out):
-        place.copy_(_bytes_of(tensor), non_blocking=True)
-        record.sent = out.record_event()
+    record.copy(place, _bytes_of(tensor), out)
     return place
 
 
 def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Make the compute stream wait until a tensor is sent; its memory may then be reused."""
-    record = POOL.record(place)
-    if record.sent is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(record.sent)
-        record.sent = None
+    POOL.record(place).wait()
     return place
 
 
@@ -55,11 +49,7 @@ def reload(place: torch.Tensor) -> torch.Tensor:
     there = torch.empty(place.numel(), dtype=torch.uint8, device=record.device)
     if record.device.type == "cuda":
         _, back = _streams(record.device)
-        back.wait_stream(torch.cuda.current_stream(record.device))  # until then others compute in that memory
-        with torch.cuda.stream(back):
-            there.copy_(place, non_blocking=True)
-            record.fetched = back.record_event()
-        record.target = there
+        record.copy(there, place, back)
     else:
         there.copy_(place, non_blocking=True)
     size, stride, offset, dtype = record.layout
@@ -68,11 +58,12 @@ def reload(place: torch.Tensor) -> torch.Tensor:
 
 def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Make the compute stream wait until a tensor is fetched."""
-    record = POOL.record(place)
-    if record.fetched is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(record.fetched)
-        record.fetched = record.target = None
+    POOL.record(place).wait()
     return tensor
+
+
+def keep(*places: torch.Tensor) -> None:
+    """Hold places to the end of a forward: the next step then finds memory for each, and pins none."""
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,20 +79,38 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 @dataclass(slots=True)
 class _Record:
-    """The transfer in flight at a place, and the layout of its tensor."""
+    """The last copy to or from a place, and the layout of its tensor."""
 
+    copied: Any = None
+    """The event after the last copy, also one of a tensor that had the place before."""
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sent: Any = None
-    fetched: Any = None
-    target: torch.Tensor | None = None
-    """Keeps the memory that is being copied into from others, should a step break off."""
+    moving: torch.Tensor | None = None
+    """Keeps the memory on the device that the copy is of from others, should a step break off."""
 
-    def settle(self) -> None:
-        for event in (self.sent, self.fetched):
-            if event is not None:
-                event.synchronize()
-        self.target = None
+    def copy(self, to: torch.Tensor, of: torch.Tensor, stream: Any) -> None:
+        """Begin a copy, after all that computes in that memory, and after the last copy."""
+        self.settle()  # of a backward that has broken off, and runs again
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self.copied is not None:
+            stream.wait_event(self.copied)
+        with torch.cuda.stream(stream):
+            to.copy_(of, non_blocking=True)
+            self.copied = stream.record_event()
+        self.moving = of if of.is_cuda else to
+
+    def wait(self) -> None:
+        """Let the compute stream wait for the copy that is under way, if there is one."""
+        if self.moving is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+            self.moving = None
+
+    def settle(self) -> Any:
+        """Wait for a copy that no stream has waited for; return the event after the last."""
+        if self.moving is not None:
+            self.copied.synchronize()
+            self.moving = None
+        return self.copied
 
 
 class Pool:
@@ -110,7 +119,8 @@ class Pool:
     def __init__(self) -> None:
         self.in_use_bytes = self.peak_bytes = 0
         """In use now, and at most so far."""
-        self._free: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)
+        self._free: defaultdict[tuple[int, bool], list[tuple[mmap.mmap, Any]]] = defaultdict(list)
+        """Memory by its size and whether it is pinned, and the event after the last copy: other streams wait for it."""
         self._free_bytes = 0
         self._records: dict[int, _Record] = {}
         self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
@@ -120,16 +130,16 @@ class Pool:
         with self._lock:
             free = self._free[size_bytes, pinned]
             if free:
-                memory = free.pop()
+                memory, copied = free.pop()
                 self._free_bytes -= size_bytes
             else:
                 self._shrink(self.peak_bytes - self.in_use_bytes - size_bytes)
-                memory = _memory(size_bytes, pinned=pinned)
+                memory, copied = _memory(size_bytes, pinned=pinned), None
             self.in_use_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
         lease = memoryview(memory)
         place = torch.frombuffer(lease, dtype=torch.uint8)
-        self._records[place.data_ptr()] = _Record()
+        self._records[place.data_ptr()] = _Record(copied)
         # The storage, and nothing else, holds the lease, so this runs when the storage goes.
         weakref.finalize(lease, self._give_back, memory, place.data_ptr(), size_bytes, pinned).atexit = False
         return place
@@ -139,18 +149,20 @@ class Pool:
         return self._records[place.data_ptr()]
 
     def _give_back(self, memory: mmap.mmap, address: int, size_bytes: int, pinned: bool) -> None:
-        self._records.pop(address).settle()
+        copied = self._records.pop(address).settle()
         with self._lock:
             self.in_use_bytes -= size_bytes
-            self._free[size_bytes, pinned].append(memory)
+            self._free[size_bytes, pinned].append((memory, copied))
             self._free_bytes += size_bytes
 
     def _shrink(self, most_free_bytes: int) -> None:
         """Return memory of other sizes back to the system until no more than so much is kept."""
         for (size_bytes, pinned), free in self._free.items():
             while free and self._free_bytes > most_free_bytes:
-                memory = free.pop()
+                memory, copied = free.pop()
                 if pinned:
+                    if copied is not None:
+                        copied.synchronize()
                     _cuda_runtime().cudaHostUnregister(_address(memory))
                 memory.close()
                 self._free_bytes -= size_bytes
