@@ -45,7 +45,8 @@ def allocated(model: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "offload"), [("graph", False), ("graph", True), ("modules", False), ("regional", False)]
+    ("runtime", "offload"),
+    [("graph", False), ("graph", True), ("modules", False), ("regional", False), ("regional", True), ("parts", True)],
 )
 def test_what_is_allocated_is_what_is_said(runtime: str, offload: bool) -> None:
     before_bytes = others()

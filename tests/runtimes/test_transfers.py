@@ -12,9 +12,10 @@ from __future__ import annotations
 import operator
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,112 +33,82 @@ from planner.ir.simulator import simulate
 from planner.rewrite import host_copies
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.session import step
+from tests.models import perceptron
 from tests.tiers import tiered
-
-COPIES = {host_copies.offload, host_copies.wait_offload, host_copies.reload, host_copies.wait_reload, host_copies.keep}
-
-
-class Race(AssertionError):
-    """Two accesses that no stream has put in order."""
 
 
 class Broken(Exception):
-    """Stands for what breaks off a step."""
-
-
-class Memory:
-    """Some memory of the device or the host: what it holds, and who wrote and read it last."""
-
-    def __init__(self, holds: Any = None) -> None:
-        self.holds, self.written, self.read = holds, None, []
+    """What breaks off a step."""
 
 
 class Stream:
+    """A stream, and how far it has come; also of each other one what must be over by then."""
+
     def __init__(self, cuda: Cuda) -> None:
-        self.cuda, self.seen, self.before = cuda, Counter(), Counter()
-        """How far this stream has come, and of each other one what must be over; the same before its last access."""
+        self.cuda, self.seen, self.before = cuda, Counter[Any](), Counter[Any]()
 
     def wait_stream(self, other: Stream) -> None:
-        if not self.cuda.omits("wait_stream"):
-            self.seen |= other.seen
+        self.seen |= other.seen if self.cuda.does("wait_stream") else Counter()
 
-    def wait_event(self, event: Event) -> None:
-        if not self.cuda.omits("wait_event"):
-            self.seen |= event.seen
+    def wait_event(self, event: Any) -> None:
+        self.seen |= event.seen if self.cuda.does("wait_event") else Counter()
 
-    def record_event(self) -> Event:
-        return Event(self.cuda, Counter(self.before if self.cuda.omits("copy in event") else self.seen))
+    def record_event(self) -> Any:
+        seen = Counter(self.seen if self.cuda.does("copy before event") else self.before)
+        return SimpleNamespace(seen=seen, synchronize=partial(self.cuda.wait, seen))
 
-    def access(self, reads: list[Memory], writes: list[Memory]) -> None:
-        self.before = Counter(self.seen)
-        self.seen |= self.cuda.host
+    def access(self, reads: list[Any], writes: list[Any]) -> None:
+        self.before, self.seen = self.seen, self.seen | self.cuda.host
         self.seen[self] += 1
         for memory in (*reads, *writes):
-            earlier = [memory.written, *(memory.read if memory in writes else ())]
-            if any(one is not None and self.seen[one[0]] < one[1] for one in earlier):
-                raise Race(f"in {self.cuda.inside}")
+            check_over(self.seen, memory, is_read=memory not in writes)
         for memory in reads:
             memory.read.append((self, self.seen[self]))
         for memory in writes:
-            memory.written, memory.read = (self, self.seen[self]), []
+            memory.written, memory.read = [(self, self.seen[self])], []
 
 
-class Event:
-    def __init__(self, cuda: Cuda, seen: Counter[Stream]) -> None:
-        self.cuda, self.seen = cuda, seen
-
-    def synchronize(self) -> None:
-        if not self.cuda.omits("synchronize"):
-            self.cuda.host |= self.seen
+def check_over(seen: Counter[Any], memory: Any, *, is_read: bool = False) -> None:
+    """Raise an error if some access of a memory may not be over."""
+    earlier = [*memory.written, *([] if is_read else memory.read)]
+    assert all(seen[stream] >= moment for stream, moment in earlier), "a race"
 
 
-class Storage:
-    """Memory of the device for as long as a tensor refers to it."""
+def new_memory() -> Any:
+    return SimpleNamespace(holds=None, written=[], read=[])
 
-    def __init__(self, cuda: Cuda, size_bytes: int) -> None:
-        self.free, self.size_bytes = cuda.free[cuda.current], size_bytes
-        self.memory = self.free.pop() if self.free else Memory()  # of whatever size: what was freed last
+
+class Tensor:
+    """A tensor on the device with all its views, or on the host where it has a lease."""
+
+    dtype, device = torch.uint8, torch.device("cuda")
+
+    def __init__(self, cuda: Cuda, size_bytes: int, lease: Any = None) -> None:
+        self.cuda, self.is_cuda, self.size_bytes = cuda, lease is None, size_bytes
+        self.free = cuda.free[cuda.current] if self.is_cuda else []
+        self.memory = self.free.pop() if self.free else new_memory()  # of whatever size: what was freed last
+        if lease is not None:
+            address = torch.frombuffer(lease, dtype=torch.uint8).data_ptr()
+            self.data_ptr, self.memory = lambda: address, cuda.places[address]
+            self.lease = lease
 
     def __del__(self) -> None:
         self.free.append(self.memory)
 
-    def nbytes(self) -> int:
-        return self.size_bytes
-
-
-class Tensor:
-    """A tensor on the device, or, with the lease of a place, on the host."""
-
-    def __init__(self, cuda: Cuda, storage: Storage | None, lease: memoryview | None = None) -> None:
-        self.cuda, self.storage, self.lease = cuda, storage, lease
-        self.is_cuda, self.device, self.dtype = lease is None, SimpleNamespace(type="cuda"), torch.uint8
-
-    @property
-    def memory(self) -> Memory:
-        return self.storage.memory if self.storage is not None else self.cuda.places[self.data_ptr()]
-
-    def numel(self) -> int:
-        return len(self.lease) if self.lease is not None else self.storage.size_bytes
-
-    def data_ptr(self) -> int:
-        return torch.frombuffer(self.lease, dtype=torch.uint8).data_ptr()
-
-    def untyped_storage(self) -> Storage:
-        return self.storage
-
-    def set_(self, storage: Storage) -> Tensor:
-        return Tensor(self.cuda, storage)
+    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+        self.cuda.current.access([source.memory], [self.memory])
+        self.memory.holds = source.memory.holds
 
     def same(self, *_: Any) -> Any:
         return self
 
+    view = as_strided = untyped_storage = same
     size = stride = storage_offset = lambda self: None
-    view = as_strided = same
 
-    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
-        assert non_blocking
-        self.cuda.current.access([source.memory], [self.memory])
-        self.memory.holds = source.memory.holds
+    def nbytes(self) -> int:
+        return self.size_bytes
+
+    numel = nbytes
 
 
 class Cuda:
@@ -146,53 +117,49 @@ class Cuda:
     uint8, Tensor = torch.uint8, torch.Tensor
 
     def __init__(self, *omitted: tuple[str, str]) -> None:
-        self.omitted, self.inside = omitted, ""
-        self.host: Counter[Stream] = Counter()
-        self.free: defaultdict[Stream, list[Memory]] = defaultdict(list)
-        self.places: defaultdict[int, Memory] = defaultdict(Memory)
-        self.pinned = 0
+        self.omitted, self.inside, self.pinned, self.host = omitted, "", 0, Counter[Any]()
+        self.free, self.places = defaultdict[Any, list[Any]](list), defaultdict[int, Any](new_memory)
         runtime = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
-        self.cuda = SimpleNamespace(
-            Stream=lambda device: Stream(self), stream=self.on, current_stream=lambda device: self.current,
-            cudart=lambda: runtime, is_available=lambda: True,
-        )  # fmt: skip
-        self.current = Stream(self)
+        self.current, self.cuda, self.device = Stream(self), self, torch.device
+        self.cudart, self.Stream = lambda: runtime, lambda device: Stream(self)
+        self.current_stream, self.frombuffer = lambda device: self.current, self.place
 
-    def omits(self, call: str) -> bool:
-        return (self.inside, call) in self.omitted or ("", call) in self.omitted
+    def does(self, call: str) -> bool:
+        return (self.inside, call) not in self.omitted and ("", call) not in self.omitted
 
-    def register(self, address: int, size_bytes: int, flags: int) -> int:
-        self.places[address] = Memory()
+    def wait(self, seen: Counter[Any]) -> None:
+        self.host |= seen if self.does("synchronize") else Counter()
+
+    def register(self, address: int, *_: Any) -> int:
         self.pinned += 1
         return 0
 
     def unregister(self, address: int) -> None:
-        memory = self.places.pop(address)
-        if any(one is not None and self.host[one[0]] < one[1] for one in (memory.written, *memory.read)):
-            raise Race("memory of the host is unpinned")
+        check_over(self.host, self.places.pop(address))
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: Stream) -> Iterator[None]:
         self.current, before = stream, self.current
         try:
             yield
         finally:
             self.current = before
 
-    def device(self, kind: str) -> Any:
-        return SimpleNamespace(type=kind)
+    def place(self, lease: Any, dtype: Any) -> Tensor:
+        return Tensor(self, len(lease), lease)
 
-    def empty(self, size_bytes: int, *, dtype: Any, device: Any) -> Tensor:
-        with self.on(host_copies._streams(device)[1] if self.omits("memory of its stream") else self.current):
-            return Tensor(self, Storage(self, size_bytes) if size_bytes else None)
+    def empty(self, size_bytes: int, *, dtype: Any, device: Any) -> Any:
+        if not size_bytes:
+            return SimpleNamespace(set_=lambda storage: storage)
+        with self.stream(self.current if self.does("memory of its stream") else host_copies._streams(device)[1]):
+            return Tensor(self, size_bytes)
 
-    def frombuffer(self, lease: Any, dtype: Any) -> Tensor:
-        return Tensor(self, None, lease)
-
-    def made(self, name: Any, reads: list[Tensor], like: torch.Tensor) -> Tensor:
-        made = Tensor(self, Storage(self, like.untyped_storage().nbytes()))
+    def made(self, name: Any, reads: list[Tensor], like: torch.Tensor | None) -> Tensor | None:
+        if like is None:
+            return None
+        made = Tensor(self, like.untyped_storage().nbytes())
         self.current.access([tensor.memory for tensor in reads], [made.memory])
-        made.memory.holds = hash((name, tuple(tensor.memory.holds for tensor in reads)))
+        made.memory.holds = hash((name, *(tensor.memory.holds for tensor in reads)))
         return made
 
     def run(self, graph: fx.Graph, given: list[Any], breaks_at: int = -1) -> list[Any]:
@@ -202,37 +169,33 @@ class Cuda:
             if number == breaks_at:
                 raise Broken
             if node.op == "output":
-                return [values.get(result) for result in node.args[0]]
+                break
             values[node] = given.pop(0) if node.op == "placeholder" else self.call(node, values)
             for used in (node, *node.all_input_nodes):
                 if max(used.users, default=node) is node:
                     values.pop(used, None)
-        raise AssertionError
+        return [values.get(result) for result in graph.output_node().args[0]]
 
     def call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         self.inside = node.target.__name__
-        reads = [values[used] for used in node.all_input_nodes]
-        if node.target in COPIES:
+        reads, like = [values[used] for used in node.all_input_nodes], node.meta.get("val")
+        if node.target.__module__ == host_copies.__name__:
             return getattr(host_copies, self.inside)(*reads)
         if node.target is operator.getitem:
             return reads[0][node.args[1]]
-        like = node.meta["val"]
         if isinstance(like, tuple):
-            made = enumerate(like)
-            return tuple(None if one is None else self.made((node.target, at), reads, one) for at, one in made)
-        for used, tensor in zip(node.all_input_nodes, reads, strict=True):
-            if used.meta["val"].untyped_storage()._cdata == like.untyped_storage()._cdata:
-                return tensor  # a view
-        return self.made(node.target, reads, like)
+            return tuple(self.made((node.target, at), reads, one) for at, one in enumerate(like))
+        shown = (tensor for used, tensor in zip(node.all_input_nodes, reads, strict=True) if shows(node, used))
+        return next(shown, None) or self.made(node.target, reads, like)
+
+
+def shows(*nodes: fx.Node) -> bool:
+    return len({node.meta["val"].untyped_storage()._cdata for node in nodes}) == 1
 
 
 @cache
 def captured() -> LoweredGraph:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in "ab")
-    )
-    options = step.Options()
+    model, options = nn.Sequential(perceptron(8), perceptron(8)), step.Options()
     joint = step.captured(model, Inputs.of(torch.randn(32, 8)), options)
     return step.lower_step(model, joint, options).lowered
 
@@ -242,144 +205,71 @@ def scheduled(rng: random.Random) -> Schedule:
     graph = captured().graph
     movable = Host(bytes_per_second=1.0, budget_bytes=0, least_bytes=1).movable(graph)
     while True:
-        moved = {value for value in movable if rng.random() < 0.5}
-        again = {v for v in movable if v not in moved and graph.operations[graph.producer[v]].recomputable}
-        try:
-            kept = recompute_lazily(graph, {graph.loss_index: [v for v in again if rng.random() < 0.3]})
-            offloads = []
-            for value in moved:
-                makes_or_reads = {graph.producer[value], *graph.readers[value]}
-                uses = [position for position, index in enumerate(kept.order) if index in makes_or_reads]
-                away = rng.randrange(len(uses) - 1)
-                leaves = rng.randint(uses[away] + 1, uses[away + 1])
-                returns = [rng.randint(leaves, uses[away + 1])]
-                later = zip(uses[away + 1 :], uses[away + 2 :], strict=False)
-                returns += [rng.randint(use + 1, next_use) for use, next_use in later if rng.random() < 0.3]
-                offloads.append(Offload(value, leaves, tuple(returns)))
-            schedule = Schedule(kept.order, tuple(offloads))
+        chance = {value: rng.random() for value in movable}
+        again = [v for v in movable if chance[v] > 0.85 and graph.operations[graph.producer[v]].recomputable]
+        offloads = []
+        with suppress(ScheduleError):
+            order = recompute_lazily(graph, {graph.loss_index: again}).order
+            for value in (value for value in movable if chance[value] < 0.5):
+                touching = {graph.producer[value], *graph.readers[value]}
+                uses = [position for position, index in enumerate(order) if index in touching]
+                gaps = [*pairwise(uses)][rng.randrange(len(uses) - 1) :]
+                leaves = rng.randint(gaps[0][0] + 1, gaps[0][1])
+                later = (rng.randint(use + 1, until) for use, until in gaps[1:] if rng.random() < 0.3)
+                offloads.append(Offload(value, leaves, (rng.randint(leaves, gaps[0][1]), *later)))
+            schedule = Schedule(order, tuple(offloads))
             simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule, UNTIMED)
-        except ScheduleError:
-            continue
-        return schedule
+            return schedule
 
 
 def train(cuda: Cuda, seed: int) -> None:
-    """Take some steps of one graph, on streams that do not wait for each other; nothing may race or be mixed up.
+    """Take some steps of one graph, on streams that do not wait for each other.
 
     A step is planned anew or as the last one was. Its backward may run twice, break off and run again, or never.
     """
-    rng, lowered = random.Random(seed), captured()
-    results = len(lowered.joint.outputs[0])
-    resident = [Tensor(cuda, Storage(cuda, 64)) for _ in lowered.joint.arguments]
+    rng, lowered, streams = random.Random(seed), captured(), (cuda.current, Stream(cuda))
+    results, resident = len(lowered.joint.outputs[0]), [Tensor(cuda, 64) for _ in lowered.joint.arguments]
     for name, tensor in enumerate(resident):
         tensor.memory.holds = name
-    streams, halves = [cuda.current, Stream(cuda)], extract_fwd_bwd(lowered, Schedule.keep_all(lowered.graph))
-    waiting: list[Callable[[], None]] = []
-    wanted: list[Any] = []
-    has_places = False
+    halves, wanted, waiting, pinned = extract_fwd_bwd(lowered, Schedule.keep_all(lowered.graph)), [], [], None
 
-    def backward(graph: fx.Graph, stream: Stream, saved: list[Any], breaks_at: int) -> None:
-        with cuda.on(stream):
+    def backward(graph: fx.Graph, stream: Stream, saved: list[Any], breaks_at: int = -1) -> None:
+        with cuda.stream(stream):
             tangents = [cuda.made("tangent", [], node.meta["val"]) for node in lowered.joint.tangents]
             found = cuda.run(graph, [*saved, *tangents], breaks_at)
         wanted.append([tensor and tensor.memory.holds for tensor in found])
-        assert wanted[-1] == wanted[0]
+        assert wanted[-1] == wanted[0], "a place was mixed up"
 
     for number in range(6):
         if number and rng.random() < 0.7:
-            halves, has_places = extract_fwd_bwd(lowered, scheduled(rng)), False
-        forward, stream, pinned = halves[0].graph, rng.choice(streams), cuda.pinned if has_places else None
-        ends = rng.choice(["once", "once", "twice", "never", "breaks"]) if number else "once"
-        try:
-            with cuda.on(stream):
-                broken = rng.randrange(len(forward.nodes)) if ends == "breaks" and rng.random() < 0.5 else -1
-                saved = cuda.run(forward, [*resident], broken)[results:]
-        except Broken:
-            continue
-        assert pinned in (None, cuda.pinned), "memory is pinned in a step like the last"
-        run = partial(backward, halves[1].graph, stream, saved)
-        if ends == "breaks":
-            with suppress(Broken):
-                run(rng.randrange(len(halves[1].graph.nodes)))
-            waiting.append(partial(run, -1))  # as where the graph is retained
-        elif ends != "never":
-            for _ in range(2 if ends == "twice" else 1):
-                run(-1)
-        del run, saved
+            halves, pinned = extract_fwd_bwd(lowered, scheduled(rng)), None
+        lengths = [len(half.graph.nodes) for half in halves]
+        ends = rng.choice(["once", "once", "twice", "never", *lengths]) if number else "once"
+        stream = rng.choice(streams)
+        with suppress(Broken):
+            with cuda.stream(stream):
+                breaks_at = rng.randrange(ends) if ends == lengths[0] else -1
+                saved = cuda.run(halves[0].graph, [*resident], breaks_at)[results:]
+            assert pinned in (None, cuda.pinned), "memory is pinned in a step like the last"
+            run, saved, pinned = partial(backward, halves[1].graph, stream, saved), None, None
+            if ends == lengths[1]:
+                waiting.append(run)
+                run(rng.randrange(ends))
+            for _ in range({"once": 1, "twice": 2}.get(ends, 0)):
+                run()
+            pinned = None if waiting else cuda.pinned
+        run = None
         while waiting and rng.random() < 0.5:
             waiting.pop()()
-        has_places = not waiting
-
-
-@contextmanager
-def installed(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> Iterator[Cuda]:
-    streams = cache(host_copies._streams.__wrapped__)
-    with monkeypatch.context() as patch:
-        patch.setattr(host_copies, "torch", cuda)
-        patch.setattr(host_copies, "POOL", host_copies.Pool())
-        patch.setattr(host_copies, "_streams", lambda device: streams("cuda"))
-        yield cuda
-
-
-def held_by_nobody(patch: pytest.MonkeyPatch) -> None:
-    def copy(record: Any, *args: Any, real: Any = host_copies._Record.copy) -> None:
-        real(record, *args)
-        record.moving = "memory that is held by nobody"
-
-    patch.setattr(host_copies._Record, "copy", copy)
-
-
-def given_back_at_once(patch: pytest.MonkeyPatch) -> None:
-    def take(pool: host_copies.Pool, size_bytes: int, *, pinned: bool, real: Any = host_copies.Pool.take) -> Any:
-        place = real(pool, size_bytes, pinned=pinned)
-        pool._free[size_bytes, pinned].append((place.lease.obj, None))
-        pool._free_bytes += size_bytes
-        return place
-
-    patch.setattr(host_copies.Pool, "take", take)
-
-
-def waited_for_by_another(patch: pytest.MonkeyPatch) -> None:
-    def wait(record: Any) -> None:
-        host_copies._streams(record.device)[1].wait_event(record.copied)
-        record.moving = None
-
-    patch.setattr(host_copies._Record, "wait", wait)
-
-
-def waited_for_too_late(patch: pytest.MonkeyPatch) -> None:
-    """Let graphs wait for what is fetched after the first run that reads it."""
-
-    def extracted(*args: Any, real: Any = extract_fwd_bwd) -> Any:
-        halves = real(*args)
-        for half in halves:
-            for node in half.graph.find_nodes(op="call_function", target=host_copies.wait_reload):
-                reader = min(node.users)
-                node.replace_all_uses_with(node.args[0])
-                reader.append(node)
-        return halves
-
-    patch.setattr(f"{__name__}.extract_fwd_bwd", extracted)
-
-
-OMITTED = [
-    ("offload", "wait_stream"),  # sent before it is made
-    ("offload", "wait_event"),  # a place is overwritten from which another stream fetches
-    ("offload", "copy in event"),  # nobody knows when it is sent
-    ("wait_offload", "wait_event"),  # memory is used again before what was there has left
-    ("reload", "wait_stream"),  # fetched to where others still compute
-    ("reload", "copy in event"),  # nobody knows when it is fetched
-    ("reload", "memory of its stream"),  # fetched to where another stream computes
-    ("wait_reload", "wait_event"),  # read before it has arrived
-    ("", "synchronize"),  # a step breaks off, or memory is unpinned, and copies go on
-]
-SPOILED = [held_by_nobody, given_back_at_once, waited_for_by_another, waited_for_too_late]
 
 
 def look(monkeypatch: pytest.MonkeyPatch, seeds: range, *omitted: tuple[str, str]) -> None:
     for seed in seeds:
-        with installed(monkeypatch, Cuda(*omitted)) as cuda:
-            train(cuda, seed)
+        cuda = Cuda(*omitted)
+        monkeypatch.setattr(host_copies, "torch", cuda)
+        monkeypatch.setattr(host_copies, "POOL", host_copies.Pool())
+        monkeypatch.setattr(host_copies, "_streams", cache(host_copies._streams.__wrapped__))
+        train(cuda, seed)
 
 
 @pytest.mark.parametrize("first", tiered([0, 80, 160, 240], quick=[0]))
@@ -387,14 +277,21 @@ def test_no_order_of_copies_and_kernels_is_left_to_chance(monkeypatch: pytest.Mo
     look(monkeypatch, range(first, first + 80))  # which plan some 280 times
 
 
+OMITTED = [
+    ("offload", "wait_stream"),  # sent before it is made
+    ("offload", "wait_event"),  # a place is overwritten from which another stream fetches
+    ("offload", "copy before event"),  # nobody knows when it is sent
+    ("wait_offload", "wait_event"),  # memory is used again before what was there has left
+    ("reload", "wait_stream"),  # fetched to where others still compute
+    ("reload", "copy before event"),  # nobody knows when it is fetched
+    ("reload", "memory of its stream"),  # fetched to where another stream computes
+    ("wait_reload", "wait_event"),  # read before it has arrived
+    ("offload", "synchronize"),  # memory is unpinned, and a copy goes on
+    ("", "synchronize"),  # so it does where a step breaks off
+]
+
+
 @pytest.mark.parametrize("omitted", OMITTED, ids=str)
 def test_what_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, omitted: tuple[str, str]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"a race|a place was mixed up"):
         look(monkeypatch, range(40), omitted)
-
-
-@pytest.mark.parametrize("spoil", SPOILED)
-def test_what_is_spoiled_is_found(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[pytest.MonkeyPatch], None]) -> None:
-    spoil(monkeypatch)
-    with pytest.raises(AssertionError):
-        look(monkeypatch, range(40))
