@@ -72,45 +72,48 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _streams(device: torch.device) -> tuple[Any, Any]:
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """Return the streams to the host and back: one copy engine each."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.Stream(device), torch.Stream(device)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Record:
-    """The last copy to or from a place, and the layout of its tensor."""
+    """Some memory of the host, the last copy to or from it, and the layout of the tensor whose place it is."""
 
-    copied: Any = None
+    memory: mmap.mmap
+    size_bytes: int
+    pinned: bool
+    address: int
+    copied: torch.Event | None = None
     """The event after the last copy, also one of a tensor that had the place before."""
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     moving: torch.Tensor | None = None
     """Keeps the memory on the device that the copy is of from others, should a step break off."""
 
-    def copy(self, to: torch.Tensor, of: torch.Tensor, stream: Any) -> None:
+    def copy(self, to: torch.Tensor, of: torch.Tensor, stream: torch.Stream) -> None:
         """Begin a copy, after all that computes in that memory, and after the last copy."""
         self.settle()  # of a backward that has broken off, and runs again
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(torch.accelerator.current_stream(self.device.index))
         if self.copied is not None:
             stream.wait_event(self.copied)
-        with torch.cuda.stream(stream):
+        with stream:
             to.copy_(of, non_blocking=True)
-            self.copied = stream.record_event()
+        self.copied = stream.record_event()
         self.moving = of if of.is_cuda else to
 
     def wait(self) -> None:
         """Let the compute stream wait for the copy that is under way, if there is one."""
-        if self.moving is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
+        if self.moving is not None and self.copied is not None:
+            torch.accelerator.current_stream(self.device.index).wait_event(self.copied)
             self.moving = None
 
-    def settle(self) -> Any:
-        """Wait for a copy that no stream has waited for; return the event after the last."""
-        if self.moving is not None:
+    def settle(self) -> None:
+        """Wait for a copy that no stream has waited for."""
+        if self.moving is not None and self.copied is not None:
             self.copied.synchronize()
             self.moving = None
-        return self.copied
 
 
 class Pool:
@@ -119,8 +122,7 @@ class Pool:
     def __init__(self) -> None:
         self.in_use_bytes = self.peak_bytes = 0
         """In use now, and at most so far."""
-        self._free: defaultdict[tuple[int, bool], list[tuple[mmap.mmap, Any]]] = defaultdict(list)
-        """Memory by its size and whether it is pinned, and the event after the last copy: other streams wait for it."""
+        self._free: defaultdict[tuple[int, bool], list[_Record]] = defaultdict(list)
         self._free_bytes = 0
         self._records: dict[int, _Record] = {}
         self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
@@ -130,42 +132,44 @@ class Pool:
         with self._lock:
             free = self._free[size_bytes, pinned]
             if free:
-                memory, copied = free.pop()
+                record = free.pop()
                 self._free_bytes -= size_bytes
             else:
                 self._shrink(self.peak_bytes - self.in_use_bytes - size_bytes)
-                memory, copied = _memory(size_bytes, pinned=pinned), None
+                memory = _memory(size_bytes, pinned=pinned)
+                record = _Record(memory, size_bytes, pinned, _address(memory))
+                self._records[record.address] = record
             self.in_use_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
-        lease = memoryview(memory)
+        lease = memoryview(record.memory)
         place = torch.frombuffer(lease, dtype=torch.uint8)
-        self._records[place.data_ptr()] = _Record(copied)
         # The storage, and nothing else, holds the lease, so this runs when the storage goes.
-        weakref.finalize(lease, self._give_back, memory, place.data_ptr(), size_bytes, pinned).atexit = False
+        weakref.finalize(lease, self._give_back, record).atexit = False
         return place
 
     def record(self, place: torch.Tensor) -> _Record:
         """Return what is known of a place."""
         return self._records[place.data_ptr()]
 
-    def _give_back(self, memory: mmap.mmap, address: int, size_bytes: int, pinned: bool) -> None:
-        copied = self._records.pop(address).settle()
+    def _give_back(self, record: _Record) -> None:
+        record.settle()
         with self._lock:
-            self.in_use_bytes -= size_bytes
-            self._free[size_bytes, pinned].append((memory, copied))
-            self._free_bytes += size_bytes
+            self.in_use_bytes -= record.size_bytes
+            self._free[record.size_bytes, record.pinned].append(record)
+            self._free_bytes += record.size_bytes
 
     def _shrink(self, most_free_bytes: int) -> None:
         """Return memory of other sizes back to the system until no more than so much is kept."""
-        for (size_bytes, pinned), free in self._free.items():
+        for free in self._free.values():
             while free and self._free_bytes > most_free_bytes:
-                memory, copied = free.pop()
-                if pinned:
-                    if copied is not None:
-                        copied.synchronize()
-                    _cuda_runtime().cudaHostUnregister(_address(memory))
-                memory.close()
-                self._free_bytes -= size_bytes
+                record = free.pop()
+                if record.copied is not None:
+                    record.copied.synchronize()
+                if record.pinned:
+                    _cuda_runtime().cudaHostUnregister(record.address)
+                del self._records[record.address]
+                record.memory.close()
+                self._free_bytes -= record.size_bytes
 
 
 POOL = Pool()

@@ -12,8 +12,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -46,6 +45,12 @@ class Stream:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.seen, self.before = cuda, Counter[Any](), Counter[Any]()
+
+    def __enter__(self) -> None:
+        self.cuda.streams.append(self)
+
+    def __exit__(self, *_: Any) -> None:
+        self.cuda.streams.pop()
 
     def wait_stream(self, other: Stream) -> None:
         self.seen |= other.seen if self.cuda.does("wait_stream") else Counter()
@@ -85,7 +90,7 @@ class Tensor:
 
     def __init__(self, cuda: Cuda, size_bytes: int, lease: Any = None) -> None:
         self.cuda, self.is_cuda, self.size_bytes = cuda, lease is None, size_bytes
-        self.free = cuda.free[cuda.current] if self.is_cuda else []
+        self.free = cuda.free[cuda.current_stream()] if self.is_cuda else []
         self.memory = self.free.pop() if self.free else new_memory()  # of whatever size: what was freed last
         if lease is not None:
             address = torch.frombuffer(lease, dtype=torch.uint8).data_ptr()
@@ -96,7 +101,7 @@ class Tensor:
         self.free.append(self.memory)
 
     def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
-        self.cuda.current.access([source.memory], [self.memory])
+        self.cuda.current_stream().access([source.memory], [self.memory])
         self.memory.holds = source.memory.holds
 
     def same(self, *_: Any) -> Any:
@@ -120,9 +125,9 @@ class Cuda:
         self.omitted, self.inside, self.pinned, self.host = omitted, "", 0, Counter[Any]()
         self.free, self.places = defaultdict[Any, list[Any]](list), defaultdict[int, Any](new_memory)
         runtime = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
-        self.current, self.cuda, self.device = Stream(self), self, torch.device
+        self.streams, self.cuda, self.accelerator, self.device = [Stream(self)], self, self, torch.device
         self.cudart, self.Stream = lambda: runtime, lambda device: Stream(self)
-        self.current_stream, self.frombuffer = lambda device: self.current, self.place
+        self.frombuffer = lambda lease, dtype: Tensor(self, len(lease), lease)
 
     def does(self, call: str) -> bool:
         return (self.inside, call) not in self.omitted and ("", call) not in self.omitted
@@ -137,28 +142,20 @@ class Cuda:
     def unregister(self, address: int) -> None:
         check_over(self.host, self.places.pop(address))
 
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self.current, before = stream, self.current
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def place(self, lease: Any, dtype: Any) -> Tensor:
-        return Tensor(self, len(lease), lease)
+    def current_stream(self, _: Any = None) -> Stream:
+        return self.streams[-1]
 
     def empty(self, size_bytes: int, *, dtype: Any, device: Any) -> Any:
         if not size_bytes:
             return SimpleNamespace(set_=lambda storage: storage)
-        with self.stream(self.current if self.does("memory of its stream") else host_copies._streams(device)[1]):
+        with self.current_stream() if self.does("memory of its stream") else host_copies._streams(device)[1]:
             return Tensor(self, size_bytes)
 
     def made(self, name: Any, reads: list[Tensor], like: torch.Tensor | None) -> Tensor | None:
         if like is None:
             return None
         made = Tensor(self, like.untyped_storage().nbytes())
-        self.current.access([tensor.memory for tensor in reads], [made.memory])
+        self.current_stream().access([tensor.memory for tensor in reads], [made.memory])
         made.memory.holds = hash((name, *(tensor.memory.holds for tensor in reads)))
         return made
 
@@ -227,14 +224,14 @@ def train(cuda: Cuda, seed: int) -> None:
 
     A step is planned anew or as the last one was. Its backward may run twice, break off and run again, or never.
     """
-    rng, lowered, streams = random.Random(seed), captured(), (cuda.current, Stream(cuda))
+    rng, lowered, streams = random.Random(seed), captured(), (cuda.current_stream(), Stream(cuda))
     results, resident = len(lowered.joint.outputs[0]), [Tensor(cuda, 64) for _ in lowered.joint.arguments]
     for name, tensor in enumerate(resident):
         tensor.memory.holds = name
     halves, wanted, waiting, pinned = extract_fwd_bwd(lowered, Schedule.keep_all(lowered.graph)), [], [], None
 
     def backward(graph: fx.Graph, stream: Stream, saved: list[Any], breaks_at: int = -1) -> None:
-        with cuda.stream(stream):
+        with stream:
             tangents = [cuda.made("tangent", [], node.meta["val"]) for node in lowered.joint.tangents]
             found = cuda.run(graph, [*saved, *tangents], breaks_at)
         wanted.append([tensor and tensor.memory.holds for tensor in found])
@@ -247,7 +244,7 @@ def train(cuda: Cuda, seed: int) -> None:
         ends = rng.choice(["once", "once", "twice", "never", *lengths]) if number else "once"
         stream = rng.choice(streams)
         with suppress(Broken):
-            with cuda.stream(stream):
+            with stream:
                 breaks_at = rng.randrange(ends) if ends == lengths[0] else -1
                 saved = cuda.run(halves[0].graph, [*resident], breaks_at)[results:]
             assert pinned in (None, cuda.pinned), "memory is pinned in a step like the last"
