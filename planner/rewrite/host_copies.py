@@ -149,7 +149,13 @@ class Pool:
 
     def record(self, place: torch.Tensor) -> _Record:
         """Return what is known of a place."""
-        return self._records[place.data_ptr()]
+        record = self._records.get(place.data_ptr())
+        if record is None:
+            raise RuntimeUnsupportedError(
+                "a hook has put a copy in the place of what waits in the host's memory: call the model outside of "
+                "saved_tensors_hooks and save_on_cpu, or plan without offload"
+            )
+        return record
 
     def _give_back(self, record: _Record) -> None:
         record.settle()
