@@ -25,15 +25,16 @@ from planner.errors import RuntimeUnsupportedError
 
 def offload(tensor: torch.Tensor) -> torch.Tensor:
     """Begin to copy a tensor's storage to the host; give the place where it goes."""
-    place = POOL.take(tensor.untyped_storage().nbytes(), pinned=tensor.is_cuda)
+    is_beside, of = _copies_beside(tensor.device), _bytes_of(tensor)
+    place = POOL.take(of.numel(), pinned=is_beside)
     record = POOL.record(place)
     record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     record.device = tensor.device
-    if not tensor.is_cuda:
-        place.copy_(_bytes_of(tensor), non_blocking=True)
-        return place
-    out, _ = _streams(tensor.device)
-    record.copy(place, _bytes_of(tensor), out)
+    if is_beside:
+        record.copy(place, of, _streams(tensor.device)[0])
+        record.moving = of
+    else:
+        place.copy_(of)
     return place
 
 
@@ -47,11 +48,11 @@ def reload(place: torch.Tensor) -> torch.Tensor:
     """Take memory on the device again, and begin to copy back what a place holds."""
     record = POOL.record(place)
     there = torch.empty(place.numel(), dtype=torch.uint8, device=record.device)
-    if record.device.type == "cuda":
-        _, back = _streams(record.device)
-        record.copy(there, place, back)
+    if _copies_beside(record.device):
+        record.copy(there, place, _streams(record.device)[1])
+        record.moving = there
     else:
-        there.copy_(place, non_blocking=True)
+        there.copy_(place)
     size, stride, offset, dtype = record.layout
     return there.view(dtype).as_strided(size, stride, offset)
 
@@ -69,6 +70,10 @@ def keep(*places: torch.Tensor) -> None:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor's storage, whatever of it the tensor shows."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _copies_beside(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @cache
@@ -101,7 +106,6 @@ class _Record:
         with stream:
             to.copy_(of, non_blocking=True)
         self.copied = stream.record_event()
-        self.moving = of if of.is_cuda else to
 
     def wait(self) -> None:
         """Let the compute stream wait for the copy that is under way, if there is one."""
