@@ -299,20 +299,14 @@ def test_offload_changes_no_bit(case: str):
     assert planner.plan_of(wrapped).offloading.values, "nothing was offloaded: the case tests nothing"
 
 
-def test_host_memory_is_used_again_and_given_back_when_no_backward_comes():
-    module, x = perceptrons(), rows(1024, 128)
-    pool = host_copies.POOL = host_copies.Pool()
+def test_host_memory_is_given_back_when_no_backward_comes():
+    module, pool = perceptrons(), host_copies.Pool()
+    host_copies.POOL = pool
     planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, time_limit_seconds=1))
-    for _ in range(3):
-        module(x).backward()
-        assert pool.in_use_bytes == 0
-    plan = planner.plan_of(module)
-    assert plan.offloading is not None
-    assert pool.peak_bytes == plan.offloading.host_bytes
-    loss = module(x)  # and no backward
-    assert pool.in_use_bytes > 0
+    loss = module(rows(1024, 128))
+    assert pool.in_use_bytes == planner.plan_of(module).offloading.host_bytes > 0
     del loss
-    assert pool.in_use_bytes == 0 and pool.peak_bytes == plan.offloading.host_bytes
+    assert pool.in_use_bytes == 0
 
 
 def test_a_hook_that_saves_copies_is_refused():
@@ -336,15 +330,6 @@ def test_no_host_memory_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch, refus
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     with pytest.raises(RuntimeUnsupportedError, match=r"host memory to be had .* 1\.0 MiB .*host_budget"):
         host_copies.Pool().take(1 << 20, pinned=refusal == "driver")
-
-
-def test_memory_of_other_sizes_is_given_back():
-    pool = host_copies.Pool()
-    first = [pool.take(1 << 20, pinned=False) for _ in range(2)]
-    del first
-    second = pool.take(2 << 20, pinned=False)
-    assert pool.peak_bytes == pool.in_use_bytes == 2 << 20 and not any(pool._free.values())
-    second.fill_(1)
 
 
 @pytest.mark.parametrize("runtime", ["modules", "inductor", "inductor_blocks"])
