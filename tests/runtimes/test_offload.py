@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -43,8 +42,6 @@ from tests.models import Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan, printed, problem_at, without_recompute
-from tests.runtimes.steps import assert_same
-from tests.runtimes.test_correctness import CASES, one_step, run
 from tests.tiers import tiered
 
 LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
@@ -276,27 +273,6 @@ class ChannelsLast(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()
-
-
-QUICK = ("native dropout", "in place")
-RECURRENT = {"lstm", "gru"}
-"""No graph holds them, and what is to wait on the host is planned in one."""
-
-
-@pytest.mark.parametrize("case", tiered([case for case in CASES if case not in RECURRENT], quick=QUICK))
-def test_offload_changes_no_bit(case: str):
-    torch.manual_seed(5)
-    wrapped = CASES[case]()
-    expected = run(copy.deepcopy(wrapped), one_step)
-    told = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 1.0}
-    planner.auto_wrap(wrapped, **grouped(activation_budget="60%", **told))
-    try:
-        actual = run(wrapped, one_step)
-    except InfeasibleBudgetError as error:
-        planner.auto_wrap(wrapped, **grouped(budget=error.minimum_feasible_peak_bytes, **told))
-        actual = run(wrapped, one_step)
-    assert_same(expected, actual)
-    assert planner.plan_of(wrapped).offloading.values, "nothing was offloaded: the case tests nothing"
 
 
 def test_host_memory_is_given_back_when_no_backward_comes():
