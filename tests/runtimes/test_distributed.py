@@ -115,12 +115,10 @@ def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
         assert result["first"][1] == result["eager_first"][1] == 4  # one for each block
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-def test_what_blocks_save_waits_on_the_host_in_places_of_each_rank(folder: Path, way: str) -> None:
-    for found in (result[way] for result in results(folder, "offloading")):
+def test_what_blocks_save_waits_on_the_host_in_places_of_each_rank(folder: Path) -> None:
+    for found in (found for result in results(folder, "offloading") for found in result.values()):
         check(found)
-        planned_bytes, taken_bytes = found["host_bytes"]
-        assert 0 < planned_bytes == taken_bytes and not found["left_bytes"]
+        assert planner.Plan.from_json(found["plan"]).offloading.values
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +29,6 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.plans.plan import Plan
-from planner.rewrite import host_copies
 from tests.runtimes.rank import common
 from tests.runtimes.rank.common import FEW_ROWS, RANKS, ROWS, Model, data, gradients, live, make, same, step, wrap
 
@@ -93,18 +91,13 @@ ddp, fsdp2 = partial(train, way="ddp"), partial(train, way="fsdp2")
 
 def offloading(rank: int) -> dict[str, Any]:
     """Let what blocks save wait on the host, under DDP and FSDP2: each rank has places of its own."""
-    return {way: _offloading(rank, way) for way in ("ddp", "fsdp2")}
-
-
-def _offloading(rank: int, way: str) -> dict[str, Any]:
-    others, model, x = live(), make(), data(rank)
-    wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
-    plan, pool = planner.plan_of(model), host_copies.Pool()
-    with patch.object(host_copies, "POOL", pool):
-        peak, running = common.peak_of(lambda: common.distributed(model, way), x, others)
-    assert plan.offloading is not None
-    host = {"host_bytes": [plan.offloading.host_bytes, pool.peak_bytes], "left_bytes": pool.in_use_bytes}
-    return common.reported(plan, gradients(running), mean_of_single_processes(), peak, **host)
+    found = {}
+    for way in ("ddp", "fsdp2"):
+        others, model, x = live(), make(), data(rank)
+        wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
+        peak, running = common.peak_of(partial(common.distributed, model, way), x, others)
+        found[way] = common.reported(planner.plan_of(model), gradients(running), mean_of_single_processes(), peak)
+    return found
 
 
 def compiled_blocks(rank: int) -> dict[str, Any]:
