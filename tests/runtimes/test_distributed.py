@@ -179,9 +179,9 @@ def test_a_sharding_that_the_plan_does_not_count_is_right_and_said(folder: Path)
 
 def check_micro_batches(found: dict[str, list[dict[str, Any]]]) -> None:
     for way, steps in found.items():
+        assert any(step["recomputed"] for step in steps) or f"{FEW_ROWS} rows" in way, way
         for number, step in enumerate(steps):
             assert step["equal"] and not step["said"], way
-            assert step["recomputed"] or f"{FEW_ROWS} rows" in way, way
             assert 0.999 * step["predicted_bytes"] <= step["peak_bytes"] <= step["predicted_bytes"], (way, number)
             assert step["predicted_bytes"] <= step["budget_bytes"], way
 
