@@ -545,7 +545,7 @@ class ObservedCalls:
         as_planned = [one for one in self._logged if one[1] is made and one[2]]
         if len(as_planned) >= _ENOUGH:
             self._logged, self._to_measure = as_planned, 0
-        if len(as_planned) >= _ENOUGH or held_bytes > plan.peak_bytes:
+        if as_planned or held_bytes > plan.peak_bytes:
             self.predict()
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
