@@ -13,10 +13,10 @@ from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
 from planner.analysis.compatibility import (
     check_can_run,
+    check_offload,
     check_solver,
     check_strategy,
     chunked_graph,
-    offloading_runtime,
 )
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed, state_of
 from planner.capture.model_facts import (
@@ -152,7 +152,8 @@ def _settled(options: Options) -> Options:
     runtime, in_chunks = options.runtime.name, options.runtime.chunk != 1
     if in_chunks:
         runtime = chunked_graph(runtime, several_devices=has_several_ranks())
-    carrier = replace(options.runtime, name=offloading_runtime(runtime, options.offload))
+    check_offload(runtime, options.offload)
+    carrier = replace(options.runtime, name=runtime)
     plan = options.reused_plan
     check_solver(plan.runtime if plan is not None and carrier.name == "auto" else carrier.name, options.search.solver)
     check_strategy(options.budget.strategy, carrier.name, offload=options.offload.enabled, in_chunks=in_chunks)
@@ -389,6 +390,7 @@ def verify(
 def backend(
     *,
     budget: Size,
+    offload: Offload | bool = False,
     training: Training | str = Training(),
     runtime: Runtime | str = "inductor",
     search: Search | str = Search(),
@@ -404,6 +406,8 @@ def backend(
     ----------
     budget : int or str
         What the whole device may hold at any moment: bytes or ``"8GiB"``.
+    offload : bool or Offload
+        See :func:`plan`; for the runtime ``"graph"``, and what each graph may take of the host's memory.
     runtime : str or Runtime
         ``"inductor"``: Inductor writes the code and gets ``mode`` and ``options`` of ``torch.compile``. Code without
         gradients is compiled as if there were no plan. ``"graph"``: eager kernels, with eager's bits.
@@ -436,6 +440,7 @@ def backend(
     if options.budget.is_share or options.budget.size is None:
         raise UsageError(f"budget={budget!r}: a backend does not know what the whole step takes; give bytes, or '8GiB'")
     check_solver(options.runtime.name, options.search.solver)
+    check_offload(options.runtime.name, options.offload)
     search = replace(options.search, compare=False, progress=options.search.progress or tell)
     return Backend(replace(options, search=search))
 

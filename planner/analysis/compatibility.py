@@ -7,18 +7,19 @@ from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
+_OFFLOAD = ("graph", "regional", "parts")
+"""Runtimes whose graphs copy values to the host and back where the plan says."""
+
 _DOES_NOT_OFFLOAD = (
-    "the runtime {!r} does not offload: use 'graph', or wrap the call in torch.autograd.graph.save_on_cpu"
+    "the runtime {!r} does not offload: use 'graph', 'regional' or 'parts', or wrap the call in "
+    "torch.autograd.graph.save_on_cpu"
 )
 
 
-def offloading_runtime(runtime: str, asked: Offload) -> str:
-    """Return the runtime for a plan with or without offload."""
-    if not asked.enabled:
-        return runtime
-    if runtime not in ("auto", "graph"):
+def check_offload(runtime: str, asked: Offload) -> None:
+    """Refuse to plan offload for a runtime without it; which of them ``"auto"`` takes is seen when it plans."""
+    if asked.enabled and runtime not in ("auto", *_OFFLOAD):
         raise UsageError(_DOES_NOT_OFFLOAD.format(runtime))
-    return "graph"
 
 
 def check_solver(runtime: str, name: str) -> None:
@@ -54,5 +55,5 @@ def chunked_graph(runtime: str, *, several_devices: bool) -> str:
 
 def check_can_run(plan: Plan) -> None:
     """Refuse to run a plan that its runtime cannot carry out."""
-    if plan.offloading is not None and plan.runtime != "graph":
+    if plan.offloading is not None and plan.runtime not in _OFFLOAD:
         raise RuntimeUnsupportedError(f"the plan offloads, and {_DOES_NOT_OFFLOAD.format(plan.runtime)}")

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
-from planner.analysis.compatibility import check_solver, check_strategy, offloading_runtime
+from planner.analysis.compatibility import check_offload, check_solver, check_strategy
 from planner.common.limits import Clock, SolveLimits
 from planner.common.options import LEAST_BYTES, Budget, Offload, Search, group
 from planner.common.units import Size, format_bytes
@@ -157,7 +157,7 @@ class Study:
             raise RuntimeUnsupportedError(f"{told} follows no policy: a policy decides single operations of a graph")
         check_strategy(budget.strategy, self.origin.runtime, offload=offload.enabled)
         if self.regions is not None:
-            offloading_runtime("modules", offload)
+            check_offload("modules", offload)
         if budget.strategy is not None:
             return self.as_plan(
                 self.strategy(budget.strategy),

@@ -76,7 +76,7 @@ class _WhatIf(AboutModel):
 def _check(args: argparse.Namespace) -> None:
     """Check the options before minutes of work."""
     from planner import solvers, zoo
-    from planner.analysis.compatibility import check_solver, offloading_runtime
+    from planner.analysis.compatibility import check_offload, check_solver
     from planner.analysis.trade_off import answers as methods
     from planner.analysis.trade_off import ranges
 
@@ -87,7 +87,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
     _asked.check_target(args)
     check_solver(args.runtime, args.solver)
-    offloading_runtime(args.runtime, picked(Offload, vars(args)))
+    check_offload(args.runtime, picked(Offload, vars(args)))
     methods.check(args.solvers, args.runtime)
     if args.budgets is not None:
         ranges.check_budgets(args.budgets)

@@ -188,6 +188,16 @@ class TrainingGraph:
         return tuple(map(tuple, readers))
 
     @cached_property
+    def has_units(self) -> bool:
+        """Whether parts of the step are captured, each on its own; else the whole step is one unit."""
+        return any(operation.region for operation in self.operations)
+
+    def is_private(self, value: int) -> bool:
+        """Whether the unit that makes a value is all that ever holds it."""
+        (region, *others) = {self.operations[index].region for index in (self.producer[value], *self.readers[value])}
+        return not others and bool(region) == self.has_units
+
+    @cached_property
     def loss_index(self) -> int:
         """Index of the operation between forward and backward; the number of operations if none."""
         losses = (index for index, operation in enumerate(self.operations) if operation.phase is Phase.LOSS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cost_models
@@ -32,7 +33,7 @@ class Host:
         return size_bytes / self.bytes_per_second
 
     def movable(self, graph: TrainingGraph) -> tuple[int, ...]:
-        """Return the values that may be offloaded: all large ones of the forward that are not retained."""
+        """Return the values that may be offloaded: all large ones of the forward that only their unit holds."""
         return tuple(
             u
             for u, value in enumerate(graph.values)
@@ -41,7 +42,12 @@ class Host:
             and graph.readers[u]
             and not value.retained
             and value.kind != "output"  # the caller holds it until there is a loss
+            and graph.is_private(u)
         )
+
+
+UNTIMED = Host(bytes_per_second=math.inf, budget_bytes=0)
+"""Where only the bytes of a schedule are asked for."""
 
 
 def host_of(spec: DeviceSpec, budget: Size | None = None, *, at_least: Size = LEAST_BYTES) -> Host:

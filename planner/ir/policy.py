@@ -75,6 +75,8 @@ def decide(graph: TrainingGraph, policy: Policy, *, can_offload: bool) -> Decisi
         is_possible = operation.recomputable if choice == "recompute" else True
         if any(graph.values[value].retained for value in saved) and choice != "save":
             is_possible = False
+        if choice == "offload" and not all(map(graph.is_private, saved)):
+            is_possible = False
         if is_possible:
             found[choice].add(index)
         else:

@@ -144,3 +144,42 @@ def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]
             if value in touched and not values[value].retained:
                 held[value] = False
     return Schedule(tuple(order))
+
+
+def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
+    """Defer recomputations that run outside their region to the next run of that region.
+
+    What would come after its region's last operation is of no use there, and is left out. Operations
+    without a region stay where they are. O(operations + runs).
+    """
+    before: dict[int, list[int]] = {}
+    waiting: dict[str, list[int]] = {}
+    recomputations = schedule.recomputations()
+    for index, operation in enumerate(graph.operations):
+        due = waiting.pop(operation.region, []) if operation.region else []
+        for again in recomputations.get(index, ()):
+            region = graph.operations[again].region
+            place = due if region in ("", operation.region) else waiting.setdefault(region, [])
+            if again not in place:
+                place.append(again)
+        if due:
+            before[index] = due
+    return Schedule.with_recomputations(graph, before)
+
+
+def between_units(graph: TrainingGraph, order: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return for each unit, by its region, the positions at which its forward has ended and its backward begins.
+
+    In between none of its graphs runs, so nothing that it holds can leave or return there.
+    """
+    ended: dict[str, int] = {}
+    begun: dict[str, int] = {}
+    is_forward = True
+    for position, index in enumerate(order):
+        region = graph.operations[index].region
+        is_forward = is_forward and index < graph.loss_index
+        if region and is_forward:
+            ended[region] = position + 1
+        elif region:
+            begun.setdefault(region, position)
+    return {region: (ended[region], position) for region, position in begun.items() if region in ended}

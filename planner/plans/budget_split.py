@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.host import UNTIMED
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 
@@ -42,7 +43,7 @@ class Needs:
 
 def needs_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> Needs:
     """Return what a graph holds under a schedule."""
-    timeline = simulate(graph, costs, schedule).timeline_bytes
+    timeline = simulate(graph, costs, schedule, UNTIMED).timeline_bytes
     phases = [graph.operations[index].phase for index in schedule.order]
     between = phases.index(Phase.LOSS)
     return Needs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -88,12 +89,20 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
     )
 
 
-def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloading | None) -> Schedule:
-    """Add what a plan offloads to a schedule; a PlanMismatchError says that the graph lacks it, or a position."""
+def with_offloads(
+    graph: TrainingGraph,
+    schedule: Schedule,
+    offloading: Offloading | None,
+    named: Callable[[str], str] = lambda key: key,
+) -> Schedule:
+    """Add what a plan offloads to a schedule; a PlanMismatchError says that the graph lacks it, or a position.
+
+    Of a graph that is part of the planned step, ``named`` gives the keys that its operations have there.
+    """
     if offloading is None or not offloading.values:
         return schedule
-    index_of = {key: index for index, operation in enumerate(graph.operations) for key in operation.keys}
-    over = {key: output for operation in graph.operations for key, output in operation.then}
+    index_of = {named(key): index for index, operation in enumerate(graph.operations) for key in operation.keys}
+    over = {named(key): output for operation in graph.operations for key, output in operation.then}
     first = schedule.first_runs()
     starts = _starts(graph, schedule)
     position_at = {start: position for position, start in enumerate(starts)}

@@ -83,6 +83,8 @@ def extract_fwd_bwd(
     backward.run(range(boundary + 1, len(schedule.order)), skipped)
     backward_results = backward.resolve_gradients(lowered.joint.outputs[1])
 
+    if back := [place for value, place in forward.places.items() if value not in backward.taken_places]:
+        forward.graph.call_function(host_copies.keep, tuple(back))
     results = [forward.resolve_output(node) for node in forward_outputs]
     tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
     numbers = [node for node in backward.taken if is_symbolic(node.meta["val"])]

@@ -25,27 +25,22 @@ from planner.errors import RuntimeUnsupportedError
 
 def offload(tensor: torch.Tensor) -> torch.Tensor:
     """Begin to copy a tensor's storage to the host; give the place where it goes."""
-    place = POOL.take(tensor.untyped_storage().nbytes(), pinned=tensor.is_cuda)
+    is_beside, of = _copies_beside(tensor.device), _bytes_of(tensor)
+    place = POOL.take(of.numel(), pinned=is_beside)
     record = POOL.record(place)
     record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     record.device = tensor.device
-    if not tensor.is_cuda:
-        place.copy_(_bytes_of(tensor), non_blocking=True)
-        return place
-    out, _ = _streams(tensor.device)
-    out.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(out):
-        place.copy_(_bytes_of(tensor), non_blocking=True)
-        record.sent = out.record_event()
+    if is_beside:
+        record.copy(place, of, _streams(tensor.device)[0])
+        record.moving = of
+    else:
+        place.copy_(of)
     return place
 
 
 def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Make the compute stream wait until a tensor is sent; its memory may then be reused."""
-    record = POOL.record(place)
-    if record.sent is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(record.sent)
-        record.sent = None
+    POOL.record(place).wait()
     return place
 
 
@@ -53,26 +48,23 @@ def reload(place: torch.Tensor) -> torch.Tensor:
     """Take memory on the device again, and begin to copy back what a place holds."""
     record = POOL.record(place)
     there = torch.empty(place.numel(), dtype=torch.uint8, device=record.device)
-    if record.device.type == "cuda":
-        _, back = _streams(record.device)
-        back.wait_stream(torch.cuda.current_stream(record.device))  # until then others compute in that memory
-        with torch.cuda.stream(back):
-            there.copy_(place, non_blocking=True)
-            record.fetched = back.record_event()
-        record.target = there
+    if _copies_beside(record.device):
+        record.copy(there, place, _streams(record.device)[1])
+        record.moving = there
     else:
-        there.copy_(place, non_blocking=True)
+        there.copy_(place)
     size, stride, offset, dtype = record.layout
     return there.view(dtype).as_strided(size, stride, offset)
 
 
 def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Make the compute stream wait until a tensor is fetched."""
-    record = POOL.record(place)
-    if record.fetched is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(record.fetched)
-        record.fetched = record.target = None
+    POOL.record(place).wait()
     return tensor
+
+
+def keep(*places: torch.Tensor) -> None:
+    """Hold places to the end of a forward: the next step then finds memory for each, and pins none."""
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,28 +72,52 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def _copies_beside(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 @cache
-def _streams(device: torch.device) -> tuple[Any, Any]:
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """Return the streams to the host and back: one copy engine each."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.Stream(device), torch.Stream(device)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Record:
-    """The transfer in flight at a place, and the layout of its tensor."""
+    """Some memory of the host, the last copy to or from it, and the layout of the tensor whose place it is."""
 
+    memory: mmap.mmap
+    size_bytes: int
+    pinned: bool
+    address: int
+    copied: torch.Event | None = None
+    """The event after the last copy, also one of a tensor that had the place before."""
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sent: Any = None
-    fetched: Any = None
-    target: torch.Tensor | None = None
-    """Keeps the memory that is being copied into from others, should a step break off."""
+    moving: torch.Tensor | None = None
+    """Keeps the memory on the device that the copy is of from others, should a step break off."""
+
+    def copy(self, to: torch.Tensor, of: torch.Tensor, stream: torch.Stream) -> None:
+        """Begin a copy, after all that computes in that memory, and after the last copy."""
+        self.settle()  # of a backward that has broken off, and runs again
+        stream.wait_stream(torch.accelerator.current_stream(self.device.index))
+        if self.copied is not None:
+            stream.wait_event(self.copied)
+        with stream:
+            to.copy_(of, non_blocking=True)
+        self.copied = stream.record_event()
+
+    def wait(self) -> None:
+        """Let the compute stream wait for the copy that is under way, if there is one."""
+        if self.moving is not None and self.copied is not None:
+            torch.accelerator.current_stream(self.device.index).wait_event(self.copied)
+            self.moving = None
 
     def settle(self) -> None:
-        for event in (self.sent, self.fetched):
-            if event is not None:
-                event.synchronize()
-        self.target = None
+        """Wait for a copy that no stream has waited for."""
+        if self.moving is not None and self.copied is not None:
+            self.copied.synchronize()
+            self.moving = None
 
 
 class Pool:
@@ -110,7 +126,7 @@ class Pool:
     def __init__(self) -> None:
         self.in_use_bytes = self.peak_bytes = 0
         """In use now, and at most so far."""
-        self._free: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)
+        self._free: defaultdict[tuple[int, bool], list[_Record]] = defaultdict(list)
         self._free_bytes = 0
         self._records: dict[int, _Record] = {}
         self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
@@ -120,40 +136,50 @@ class Pool:
         with self._lock:
             free = self._free[size_bytes, pinned]
             if free:
-                memory = free.pop()
+                record = free.pop()
                 self._free_bytes -= size_bytes
             else:
                 self._shrink(self.peak_bytes - self.in_use_bytes - size_bytes)
                 memory = _memory(size_bytes, pinned=pinned)
+                record = _Record(memory, size_bytes, pinned, _address(memory))
+                self._records[record.address] = record
             self.in_use_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
-        lease = memoryview(memory)
+        lease = memoryview(record.memory)
         place = torch.frombuffer(lease, dtype=torch.uint8)
-        self._records[place.data_ptr()] = _Record()
         # The storage, and nothing else, holds the lease, so this runs when the storage goes.
-        weakref.finalize(lease, self._give_back, memory, place.data_ptr(), size_bytes, pinned).atexit = False
+        weakref.finalize(lease, self._give_back, record).atexit = False
         return place
 
     def record(self, place: torch.Tensor) -> _Record:
         """Return what is known of a place."""
-        return self._records[place.data_ptr()]
+        record = self._records.get(place.data_ptr())
+        if record is None:
+            raise RuntimeUnsupportedError(
+                "a hook has put a copy in the place of what waits in the host's memory: call the model outside of "
+                "saved_tensors_hooks and save_on_cpu, or plan without offload"
+            )
+        return record
 
-    def _give_back(self, memory: mmap.mmap, address: int, size_bytes: int, pinned: bool) -> None:
-        self._records.pop(address).settle()
+    def _give_back(self, record: _Record) -> None:
+        record.settle()
         with self._lock:
-            self.in_use_bytes -= size_bytes
-            self._free[size_bytes, pinned].append(memory)
-            self._free_bytes += size_bytes
+            self.in_use_bytes -= record.size_bytes
+            self._free[record.size_bytes, record.pinned].append(record)
+            self._free_bytes += record.size_bytes
 
     def _shrink(self, most_free_bytes: int) -> None:
         """Return memory of other sizes back to the system until no more than so much is kept."""
-        for (size_bytes, pinned), free in self._free.items():
+        for free in self._free.values():
             while free and self._free_bytes > most_free_bytes:
-                memory = free.pop()
-                if pinned:
-                    _cuda_runtime().cudaHostUnregister(_address(memory))
-                memory.close()
-                self._free_bytes -= size_bytes
+                record = free.pop()
+                if record.copied is not None:
+                    record.copied.synchronize()
+                if record.pinned:
+                    _cuda_runtime().cudaHostUnregister(record.address)
+                del self._records[record.address]
+                record.memory.close()
+                self._free_bytes -= record.size_bytes
 
 
 POOL = Pool()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -30,11 +31,13 @@ from planner.capture.torch_internals import aot_backend
 from planner.errors import PlanMismatchError
 from planner.ir.builder import StepContext
 from planner.ir.graph import OperationCost, TrainingGraph, named_by
+from planner.ir.host import UNTIMED
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import FINDS
 from planner.measure.devices import device_spec
+from planner.plans.offload import OffloadedValue, with_offloads
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._gradients import watched
@@ -146,7 +149,7 @@ def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:
     given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
     values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
     graph = replace(graph, values=tuple(values))
-    return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule).peak_bytes
+    return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule, UNTIMED).peak_bytes
 
 
 def blocks_of(plan: Plan) -> list[str]:
@@ -154,13 +157,25 @@ def blocks_of(plan: Plan) -> list[str]:
     return str(plan.fingerprint["blocks"]).split()
 
 
-def decisions_on(plan: Plan, path: str) -> frozenset[tuple[str, ...]]:
+def decisions_on(plan: Plan, path: str) -> frozenset[tuple[Any, ...]]:
     """Return a plan's decisions on a block, under names without the block's path."""
-    return frozenset(
-        tuple(name.removeprefix(path) for name in (key, *keys))
-        for key, keys in plan.recomputations.items()
-        if is_within(named_by(key)[0], path)
+
+    def own(key: str) -> str:
+        return key.removeprefix(path)
+
+    again = (
+        tuple(map(own, (key, *keys))) for key, keys in plan.recomputations.items() if is_within(named_by(key)[0], path)
     )
+    moves = (
+        (own(value.operation), value.output, *((own(at.before), at.runs) for at in (value.leaves, *value.returns)))
+        for value in _offloading_of(plan, path)
+    )
+    return frozenset((*again, *moves))
+
+
+def _offloading_of(plan: Plan, path: str) -> tuple[OffloadedValue, ...]:
+    values = plan.offloading.values if plan.offloading is not None else ()
+    return tuple(value for value in values if is_within(named_by(value.operation)[0], path))
 
 
 def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
@@ -184,7 +199,11 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
             )
         again = tuple(index_of[k] for k in keys if k in first)
         before[index_of[key]] = (*before.get(index_of[key], ()), *again)
-    return Schedule.with_recomputations(graph, before)
+    schedule = Schedule.with_recomputations(graph, before)
+    if not (values := _offloading_of(plan, path)):
+        return schedule
+    assert plan.offloading is not None
+    return with_offloads(graph, schedule, replace(plan.offloading, values=values), partial(prefixed, path))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from planner.capture.model_facts import (
     shares_layers,
 )
 from planner.capture.torch_internals import entered
+from planner.common.options import Offload
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -92,10 +93,13 @@ def try_each(names: Sequence[str], tried: Tried, options: Options, plan_with: Ca
 def may_improve(name: str, tried: Tried, options: Options) -> bool:
     """Whether to try a candidate after others.
 
-    If the whole model was captured, only the eager step can be cheaper: a captured one may be slower, or hold more.
+    If the whole model was captured, only the eager step can be cheaper: a captured one may be slower, or hold more. But
+    it does not offload.
     """
     if not tried:
         return True
+    if name == "modules" and options.offload.enabled:
+        return False
     first = tried[0]
     if isinstance(first, Refusal) and not first.does_not_fit:
         return first.is_of_capture
@@ -344,7 +348,8 @@ class AutoRuntime:
         first_time = self._instead is None
         if self._instead is None:
             assert self._running.plan is not None
-            self._instead = self._start("modules", None, self._options.after(self._running.plan))
+            without_offload = replace(self._options.after(self._running.plan), offload=Offload(False))
+            self._instead = self._start("modules", None, without_offload)
         try:
             result = self._instead(*args, **kwargs)
         except NoPlanFitsError as error:

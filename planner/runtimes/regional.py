@@ -63,7 +63,7 @@ class RegionalRuntime(CallsInSituations):
         """Plan the blocks."""
         plan = self._plan(inputs)
         asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", BLOCK_BYTES))
-        key = (situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()))
+        key = (situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()), plan.offloading)
         if key not in self._blocks:
             self._blocks[key] = PlannedUnits(self.model, plan, self._runtime.kind)
         return plan, partial(installed, self.model, self._blocks[key].forwards)

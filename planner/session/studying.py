@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from planner.analysis.audit import Audit, audit_study, check_current
-from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
+from planner.analysis.compatibility import check_offload, check_solver, chunked_graph
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import as_typed, parse_sizes, points_and_range
@@ -181,7 +181,7 @@ def what_if(
     asked_for.budget.check(or_none=True)
     options, example = options_of_study(asked_for), Inputs.of(inputs)
     check_solver(options.runtime.name, search.solver)
-    offloading_runtime(options.runtime.name, options.offload)
+    check_offload(options.runtime.name, options.offload)
     resized = {"batch_size": example.with_batch, "seq_len": example.with_length}
     step = study_step(model, example, options, loss_fn, beside_eager=True)
     host = step.host_for(options.offload)

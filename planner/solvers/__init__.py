@@ -15,9 +15,8 @@ from typing import Protocol, runtime_checkable
 from planner.common.limits import SolveLimits
 from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
-from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem, Progress, Solution, confirm
-from planner.ir.schedule import Schedule
+from planner.ir.schedule import recompute_in_regions
 from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.modules.ilp import cheapest
@@ -191,27 +190,6 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     return known if proves or known.minimum_feasible_peak_bytes < error.minimum_feasible_peak_bytes else error
 
 
-def recompute_in_regions(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """Defer recomputations that run outside their region to the next run of that region.
-
-    What would come after its region's last operation is of no use there, and is left out. Operations
-    without a region stay where they are. O(operations + runs).
-    """
-    before: dict[int, list[int]] = {}
-    waiting: dict[str, list[int]] = {}
-    recomputations = schedule.recomputations()
-    for index, operation in enumerate(graph.operations):
-        due = waiting.pop(operation.region, []) if operation.region else []
-        for again in recomputations.get(index, ()):
-            region = graph.operations[again].region
-            place = due if region in ("", operation.region) else waiting.setdefault(region, [])
-            if again not in place:
-                place.append(again)
-        if due:
-            before[index] = due
-    return Schedule.with_recomputations(graph, before)
-
-
 def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
     """Solve a problem with every recomputation inside its region.
 
@@ -220,10 +198,12 @@ def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> 
     then less is asked for. The lower bound is that of the problem as it was first posed.
     """
     solution = solve(problem)
-    if not any(operation.region for operation in problem.graph.operations):
+    if not problem.graph.has_units:
         return solution
     bound_seconds, asked = solution.lower_bound_seconds, problem
     for _ in range(_REGION_ATTEMPTS):
+        if solution.schedule.offloads:  # which was put so when it was found
+            return replace(solution, lower_bound_seconds=min(bound_seconds, solution.added_seconds))
         schedule = recompute_in_regions(problem.graph, solution.schedule)
         evaluation = simulate(problem.graph, problem.costs, schedule)
         excess_bytes = evaluation.peak_bytes - problem.budget_bytes

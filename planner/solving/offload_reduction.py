@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.ir.graph import Operation, OperationCost, Value
 from planner.ir.problem import Problem
-from planner.ir.schedule import Offload, Schedule
+from planner.ir.schedule import Offload, Schedule, recompute_in_regions
 
 
 class OffloadReduction:
@@ -44,8 +44,11 @@ class OffloadReduction:
             for u, ticket in zip(moved, tickets, strict=True):
                 name = f"fetch of {values[u].name}"
                 operations.append(
-                    Operation(name=name, key=name, target="", inputs=(ticket,), outputs=(u,), phase=operation.phase)
-                )
+                    Operation(
+                        name=name, key=name, target="", inputs=(ticket,), outputs=(u,), phase=operation.phase,
+                        region=operation.region,
+                    )
+                )  # fmt: skip
                 costs.append(OperationCost(seconds=price * self.host.seconds(values[u].size_bytes)))
                 self.stands_for.append(-1 - u)
         self.problem = Problem(
@@ -59,7 +62,8 @@ class OffloadReduction:
 
         Values leave right after their last use before, and return right before their next.
         """
-        steps = self._needed(schedule)
+        graph = self.problem.graph
+        steps = self._needed(recompute_in_regions(graph, schedule) if graph.has_units else schedule)
         order = tuple(step for step in steps if step >= 0)
         operations = self.real.graph.operations
         fetched = {-1 - step for step in steps if step < 0}

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 from planner.ir.problem import Problem
-from planner.ir.schedule import Offload, Schedule
+from planner.ir.schedule import Offload, Schedule, between_units
 from planner.ir.simulator import seconds_of_runs
 
 
@@ -14,10 +14,10 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
     """Widen the windows of transfers, within the budget, so that they hide behind computation.
 
     The order stays, and the budget is kept if the schedule keeps it. A value leaves when it is sent, or
-    before, where its place is needed: of all that wait for that, those that are sent first. It returns
-    as late as it may for no run to wait, or later, where there is no place for it. What is not sent
-    before it is needed again stays. Either what leaves or what returns is first to take what room there is,
-    whichever lets runs wait less. O(runs + positions in all windows).
+    before, where its place is needed or the forward of its unit ends: of all that wait for that, those that are
+    sent first. It returns as late as it may for no run to wait, or later, where there is no place for it, or the
+    backward of its unit has not begun. What is not sent before it is needed again stays. Either what leaves or what
+    returns is first to take what room there is, whichever lets runs wait less. O(runs + positions in all windows).
     """
     leaving_first, returning_first = _Windows(problem, schedule), _Windows(problem, schedule)
     leaving_first.leave()
@@ -51,6 +51,9 @@ class _Windows:
         for position, index in enumerate(self.order):
             for u in self.uses.keys() & {*operations[index].inputs, *operations[index].outputs}:
                 self.uses[u].append(position)
+        idle, producer = between_units(problem.graph, self.order), problem.graph.producer
+        self.idle = {u: idle.get(operations[producer[u]].region, (-1, 0)) for u in self.now}
+        """For each offloaded value, when its unit's forward has ended, and when its backward begins."""
         self.starts: list[float] = []
         """When each run begins, if none waits for what is fetched."""
 
@@ -80,7 +83,8 @@ class _Windows:
                 self.stay(u, free)
             waiting.sort(key=lambda u: (sent[u], u))
             room = self.problem.budget_bytes - self.live[position] - sum(self.size[u] for u in waiting)
-            due = [u for u in waiting if position == self.now[u].returns[0] or u in operations[index].outputs]
+            ends = (u for u in waiting if position in (self.now[u].returns[0], self.idle[u][0]))
+            due = [*dict.fromkeys((*ends, *(u for u in waiting if u in operations[index].outputs)))]
             while waiting and (at_once or room < 0 or due or sent[waiting[0]] <= now):
                 u = due.pop() if due else waiting[0]
                 waiting.remove(u)
@@ -106,7 +110,11 @@ class _Windows:
         """Fetch values early enough that no operation waits, where the budget has room."""
         coming = []
         for u, offload in self.now.items():
-            before = [max(offload.leaves, self.last_use(u, back) + 1) for back in offload.returns]
+            begins = self.idle[u][1]
+            before = [
+                max(offload.leaves, self.last_use(u, back) + 1, begins if back >= begins else 0)
+                for back in offload.returns
+            ]
             coming += [(back, earliest, u) for back, earliest in zip(offload.returns, before, strict=True)]
         coming.sort()
         in_time: list[int] = []

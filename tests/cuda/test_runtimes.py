@@ -45,11 +45,13 @@ def allocated(model: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "offload"), [("graph", False), ("graph", True), ("modules", False), ("regional", False)]
+    ("runtime", "offload"),
+    [("graph", False), ("graph", True), ("modules", False), ("regional", False), ("regional", True), ("parts", True)],
 )
 def test_what_is_allocated_is_what_is_said(runtime: str, offload: bool) -> None:
     before_bytes = others()
-    model, x = wrapped(runtime, offload=offload)
+    sends = lambda operation: "offload" if operation.name == "gelu" else None  # noqa: E731
+    model, x = wrapped(runtime, offload=offload, policy=sends if offload else None)
     plan = planner.plan_of(model)
     seen = allocated(model, x) - before_bytes
     assert plan.reserved is not None

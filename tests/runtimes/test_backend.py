@@ -81,7 +81,7 @@ def peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
 def hold(plain: nn.Module, x: torch.Tensor, share: float, runtime: str = "graph", **options: Any) -> Backend:
     """Hold three compiled steps to plain ones, and to a budget."""
     budget = int(share * peak_bytes(copy.deepcopy(plain), x))
-    model = Compiled(copy.deepcopy(plain), backend(budget, runtime), **options)
+    model = Compiled(copy.deepcopy(plain), backend(budget, runtime, offload=options.pop("offload", False)), **options)
     for _ in range(2):
         assert_same(train(plain, x), train(model, x), TOLERANCE[runtime])
         assert peak_bytes(model, x) <= budget
@@ -96,6 +96,13 @@ def test_graphs_share_one_budget_and_say_so(runtime: str) -> None:
     assert all(any(w.rule == "share-of-budget" for w in plan.warnings) for plan in (first, second))
     assert str(share).startswith("2 planned graphs under one budget of")
     assert "graph 1: " in str(share) and "graph 2: " in str(share)
+
+
+def test_graphs_with_eager_kernels_offload() -> None:
+    share = hold(Broken(dropout=0.2), rows(2048), SHARE["graph"], offload=True)
+    assert all(plan.offloading and plan.offloading.values for plan in share.plans.values())
+    with pytest.raises(UsageError, match="the runtime 'inductor' does not offload"):
+        backend(runtime="inductor", offload=True)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -187,15 +188,15 @@ IN_16_BITS = "74%"
 
 @cache
 def plain_and_wrapped(
-    build: Callable[[], nn.Module], share: str
+    build: Callable[[], nn.Module], share: str, **asked: Any
 ) -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
-    """Return a model, the same that is to recompute, and their state before any step."""
+    """Return a model, the same that is to recompute or offload, and their state before any step."""
     torch.manual_seed(5)
     plain = build()
     state = copy.deepcopy(plain.state_dict())
     return (
         plain,
-        planner.auto_wrap(copy.deepcopy(plain), **grouped(activation_budget=share, time_limit_seconds=0.5)),
+        planner.auto_wrap(copy.deepcopy(plain), **grouped(activation_budget=share, time_limit_seconds=0.5, **asked)),
         state,
     )
 
@@ -206,17 +207,19 @@ def start_again(model: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-def assert_exact(build: Callable[[], nn.Module], step: Step, share: str = "75%") -> None:
+def assert_exact(build: Callable[[], nn.Module], step: Step, share: str = "75%", **asked: Any) -> None:
     """Take the same step without a plan and with one, and compare every bit."""
-    plain, wrapped, state = plain_and_wrapped(build, share)
+    plain, wrapped, state = plain_and_wrapped(build, share, **asked)
     expected = run(start_again(plain, state), step)
     try:
         actual = run(start_again(wrapped, state), step)
     except InfeasibleBudgetError as error:  # then what it names must do
-        planner.auto_wrap(wrapped, **grouped(budget=error.minimum_feasible_peak_bytes, time_limit_seconds=0.5))
+        told = {"budget": error.minimum_feasible_peak_bytes, "time_limit_seconds": 0.5, **asked}
+        planner.auto_wrap(wrapped, **grouped(**told))
         actual = run(start_again(wrapped, state), step)
     assert_same(expected, actual)
-    assert planner.plan_of(wrapped).recomputations, "nothing was recomputed: the case tests nothing"
+    plan = planner.plan_of(wrapped)
+    assert plan.offloading.values if asked else plan.recomputations, "it stays as it is: the case tests nothing"
 
 
 def one_step(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -228,6 +231,15 @@ def one_step(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tens
 @pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
 def test_one_step(case: str) -> None:
     assert_exact(CASES[case], one_step, SHARES.get(case, "75%"))
+
+
+CAPTURED = [case for case in CASES if case not in ("lstm", "gru")]
+"""What is to wait on the host is planned in graphs."""
+
+
+@pytest.mark.parametrize("case", tiered(CAPTURED, quick=("native dropout", "in place")))
+def test_offload(case: str) -> None:
+    assert_exact(CASES[case], one_step, "90%", offload=True, offload_at_least=1, policy=lambda operation: "offload")
 
 
 @pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16], quick=[torch.bfloat16]))

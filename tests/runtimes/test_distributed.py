@@ -23,7 +23,8 @@ RANKS = range(2)
 
 RUNS = {
     "two": (
-        "ddp,fsdp2,observed,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,two_meshes,divided_experts,"
+        "ddp,fsdp2,observed,offloading,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,"
+        "two_meshes,divided_experts,"
         "divided_sequence,fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,dies",
         2,
     ),
@@ -123,6 +124,12 @@ def test_the_first_gradient_comes_as_early_as_in_eager(folder: Path, way: str) -
 def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
     for result in results(folder, "fsdp2"):
         assert result["first"][1] == result["eager_first"][1] == 4  # one for each block
+
+
+def test_what_blocks_save_waits_on_the_host_in_places_of_each_rank(folder: Path) -> None:
+    for found in (found for result in results(folder, "offloading") for found in result.values()):
+        check(found)
+        assert planner.Plan.from_json(found["plan"]).offloading.values
 
 
 @pytest.mark.slow

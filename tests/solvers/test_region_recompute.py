@@ -7,9 +7,10 @@ import random
 import pytest
 
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.host import Host
 from planner.ir.problem import Problem
-from planner.ir.schedule import Schedule
-from planner.solvers import recompute_in_regions, solve
+from planner.ir.schedule import Schedule, between_units, recompute_in_regions
+from planner.solvers import solve
 from tests.example_graphs import ROUND_BYTES, Builder
 
 
@@ -51,14 +52,21 @@ def test_what_runs_again_elsewhere_is_put_off_until_its_region_runs() -> None:
     assert late.recomputations() == {8: (1,)}  # the region of 3 does not run again
 
 
+@pytest.mark.parametrize("rate", [None, 3.0, 300.0])
 @pytest.mark.parametrize("seed", range(6))
-def test_solutions_stay_in_their_regions_and_in_the_budget(seed: int) -> None:
+def test_solutions_stay_in_their_regions_and_in_the_budget(seed: int, rate: float | None) -> None:
     rng = random.Random(seed)
     graph = chain([f"block {number}" for number in range(rng.randint(2, 5))])
     costs = tuple(OperationCost(seconds=rng.uniform(1, 9)) for _ in graph.operations)
     free = Problem(graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes
-    problem = Problem(graph=graph, costs=costs, budget_bytes=free - ROUND_BYTES)
+    host = None if rate is None else Host(bytes_per_second=rate * ROUND_BYTES, budget_bytes=2**40, least_bytes=1)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=free - ROUND_BYTES, host=host)
     solution = solve(problem, time_limit_seconds=0.5, deterministic=True)
     assert strays(graph, solution.schedule) == []
     assert solution.peak_bytes <= problem.budget_bytes
-    assert solution.lower_bound_seconds <= solution.recompute_seconds
+    assert solution.lower_bound_seconds <= solution.added_seconds
+    idle = between_units(graph, solution.schedule.order)
+    for offload in solution.schedule.offloads:
+        ended, begun = idle[graph.operations[graph.producer[offload.value]].region]
+        assert not any(ended < position < begun for position in (offload.leaves, *offload.returns))
+    assert bool(solution.schedule.offloads) == (rate is not None)

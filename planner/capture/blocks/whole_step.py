@@ -19,7 +19,7 @@ from planner.capture.sharding import StepBuilder, Units, spread_gradients
 from planner.capture.storages import Run, Turn, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.builder import StepContext
-from planner.ir.graph import ACCUMULATE_TARGET, FOUND_TARGET, Phase, TrainingGraph
+from planner.ir.graph import ACCUMULATE_TARGET, FOUND_TARGET, LOSS_KEY, Phase, TrainingGraph
 
 RETURN_TARGET = "returns"
 
@@ -37,11 +37,13 @@ def put_together(
 
 
 def prefixed(path: str, key: str) -> str:
-    """Return the key that an operation of a block has in the step.
+    """Return the key that an operation of a block has in the step; what comes after its forward is its returning there.
 
-    >>> prefixed("h.3", "attn|aten.mm.default|f0"), prefixed("h.3", "|aten.add.Tensor|f0")
-    ('h.3.attn|aten.mm.default|f0', 'h.3|aten.add.Tensor|f0')
+    >>> prefixed("h.3", "attn|aten.mm.default|f0"), prefixed("h.3", "|aten.add.Tensor|f0"), prefixed("h.3", "|loss|l0")
+    ('h.3.attn|aten.mm.default|f0', 'h.3|aten.add.Tensor|f0', 'h.3|returns|f0')
     """
+    if key == LOSS_KEY:
+        return f"{path}|{RETURN_TARGET}|f0"
     module, separator, rest = key.partition("|")
     return f"{_join(path, module)}{separator}{rest}"
 

@@ -90,6 +90,17 @@ def train(rank: int, way: str) -> dict[str, Any]:
 ddp, fsdp2 = partial(train, way="ddp"), partial(train, way="fsdp2")
 
 
+def offloading(rank: int) -> dict[str, Any]:
+    """Let what blocks save wait on the host, under DDP and FSDP2: each rank has places of its own."""
+    found = {}
+    for way in ("ddp", "fsdp2"):
+        others, model, x = live(), make(), data(rank)
+        wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
+        peak, running = common.peak_of(partial(common.distributed, model, way), x, others)
+        found[way] = common.reported(planner.plan_of(model), gradients(running), mean_of_single_processes(), peak)
+    return found
+
+
 def compiled_blocks(rank: int) -> dict[str, Any]:
     """Hold a model whose blocks are compiled by their own ``compile()`` to the same in eager, under DDP and FSDP2.
 
