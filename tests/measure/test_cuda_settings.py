@@ -61,5 +61,5 @@ def test_what_is_not_simulated_is_named(setting: str) -> None:
 
 
 def test_a_card_that_is_not_here_is_said() -> None:
-    with pytest.raises(UsageError, match="CUDA devices here: .*, like h100"):
+    with pytest.raises(UsageError, match=r"CUDA devices here: \d"):
         devices.find("cuda:9")
