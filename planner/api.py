@@ -49,6 +49,7 @@ from planner.runtimes._observed import Observable, ObservedCalls, before_observi
 from planner.runtimes.auto import choose
 from planner.session.capture_progress import log_progress
 from planner.session.eager_study import with_eager
+from planner.session.rank_consensus import who_agrees
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -262,15 +263,18 @@ def auto_wrap(
     _check_can_wrap(model, options.runtime)
     plan, replan = options.budget.plan, options.budget.replan
     options = _as_trained(model, options if plan is None else _as_planned(options, plan))
+    name = choose(model) if options.runtime.name == "auto" else options.runtime.name
+    plans_blocks = name != "modules" and runtimes.get(name).runs_sharded
     around = Observable(
         name=type(model).__name__,
         tensors=lambda: state_of(model).values(),
         device=lambda: of_model(model),
         spec=lambda: device_spec(of_model(model), options.target.device),
         is_alone=not (has_several_ranks() or is_sharded(model)),
+        plan_together=has_several_ranks() and (plans_blocks or bool(who_agrees(model, options))),
         has_loss=loss_fn is not None,
     )
-    may_drop = options.training.outputs == AUTO and plan is None and around.is_alone
+    may_drop = options.training.outputs == AUTO and plan is None and around.is_observed
     options = before_observing(_settled(replace(options, search=replace(options.search, compare=False))), around)
     chosen = runtimes.get(options.runtime.name)
     replan = replan or plan is None  # only a plan that was given is held to its sizes

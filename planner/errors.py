@@ -68,10 +68,14 @@ class InfeasibleBudgetError(PlannerError):
         self.lowest = lowest
         """The :class:`planner.ir.schedule.Schedule` with the smallest known peak, where it is at hand."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what it says in numbers, as plain data."""
+        known = ("minimum_feasible_peak_bytes", "operation", "is_proven", "lower_bound_seconds")
+        return {name: getattr(self, name) for name in known}
+
     def but(self, **changed: Any) -> InfeasibleBudgetError:
         """Return the same error with other facts."""
-        known = ("minimum_feasible_peak_bytes", "operation", "is_proven", "lower_bound_seconds", "lowest")
-        return InfeasibleBudgetError(str(self), **{name: getattr(self, name) for name in known} | changed)
+        return InfeasibleBudgetError(str(self), **{**self.facts(), "lowest": self.lowest, **changed})
 
 
 class HostBudgetError(InfeasibleBudgetError):

@@ -124,12 +124,12 @@ def device(text: str) -> str:
     """Read the name of a device that is known; ``cuda:0`` is the card that is here."""
     from planner.plans import device_file
 
-    if re.fullmatch(r"cuda(:\d)?", text):
+    if text.startswith("cuda"):
         import torch
 
-        number, there = int(text[5:] or 0), torch.cuda.device_count()
-        if number >= there:
-            raise UsageError(f"{text}: CUDA devices here: {there}; name the one to plan for, like h100")
+        from planner.measure.devices import card
+
+        number = card(text)
         torch.cuda.set_device(number)
         text = torch.cuda.get_device_name(number)
     device_file.find(text)

@@ -18,6 +18,7 @@ import torch
 import cost_models
 from cost_models.devices import DeviceSpec, library_bytes, unknown_gpu
 from planner.capture.torch_internals import has_onednn
+from planner.errors import UsageError
 from planner.plans import device_file
 
 _THREADS = 2
@@ -67,8 +68,20 @@ def _can_pin() -> bool:
 
 
 def find(name: str) -> DeviceSpec:
-    """Return the figures of a named device, or of a device file, under the torch of this machine."""
+    """Return the figures of a named device, of a device file, or of a card that is here, under this torch."""
+    if name.startswith("cuda"):
+        return here(torch.device("cuda", card(name)))
     return _under_this_torch(device_file.find(name))
+
+
+def card(name: str) -> int:
+    """Return the number of a card that is here by torch's name, ``cuda`` or ``cuda:0``."""
+    if not re.fullmatch(r"cuda(:\d)?", name):
+        raise UsageError(f"unknown device {name!r}: a card that is here is cuda or cuda:0")
+    number, there = int(name[5:] or 0), torch.cuda.device_count()
+    if number >= there:
+        raise UsageError(f"{name}: CUDA devices here: {there}; name the one to plan for, like h100")
+    return number
 
 
 def _under_this_torch(spec: DeviceSpec) -> DeviceSpec:
@@ -86,7 +99,7 @@ def place(wanted: str | None) -> str:
     """Say where to build a model that is to be planned for a device: on the GPU of this machine if it is that one."""
     if not torch.cuda.is_available():
         return "cpu"
-    return "cuda" if wanted is None or _is_here(device_file.find(wanted), torch.device("cuda")) else "cpu"
+    return "cuda" if wanted is None or _is_here(find(wanted), torch.device("cuda")) else "cpu"
 
 
 def device_here(device: torch.device, spec: DeviceSpec) -> torch.device | None:

@@ -32,7 +32,7 @@ def static_memory(
 ) -> StaticMemory:
     """Count everything that is resident while a whole model trains, and the optimizer's temporaries.
 
-    Of an ``optimizer`` that exists it is known what it needs; else ``training`` names one.
+    Of an ``optimizer`` that exists it is known what it needs here; else ``training`` names one.
 
     DDP holds a copy of every gradient in its buckets (unless ``gradient_as_bucket_view=True``).
     Under FSDP2 every tensor is split along its first dimension; what belongs to no block is gathered
@@ -51,11 +51,12 @@ def static_memory(
     )
     trainable_bytes = sum(_bytes(p, alignment_bytes) for p in model.parameters() if p.requires_grad)
     shards = training.ranks if training.data_parallel == "fsdp2" else 1
+    shards_of_state = 1 if optimizer else shards
     whole_bytes = resident["parameters"]
     resident["parameters"] = _share(whole_bytes, shards)
     beside = {
         "gradients": _share(trainable_bytes, shards) * training.gradient_accumulation,
-        "optimizer": _share(memory.state_bytes, shards),
+        "optimizer": _share(memory.state_bytes, shards_of_state),
         "master weights": _share(memory.master_bytes, shards),
         "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes, blocks),
         "library workspace": spec.library_bytes,
@@ -67,7 +68,7 @@ def static_memory(
     others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,
-        optimizer_step_bytes=_share(memory.step_bytes, shards),
+        optimizer_step_bytes=_share(memory.step_bytes, shards_of_state),
         gradient_shards=shards,
         tensor_bytes=(*(_bytes(tensor, alignment_bytes) for tensor in tensors), others)
         if shards == 1

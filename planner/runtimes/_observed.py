@@ -35,6 +35,7 @@ from planner.plans.plan import Plan
 from planner.report.verdict import brief
 from planner.runtimes import ReplannedModel
 from planner.runtimes._whole_step import LoggedStep, WholeStep, awaiting, close_step, close_step_if_over, step_with
+from planner.session.rank_consensus import made_by_all
 from planner.session.step import Options, outputs_of
 
 _log = logging.getLogger(__name__)
@@ -61,9 +62,16 @@ class Observable:
     """Gives the device where the model is now: it may have moved since it was wrapped."""
     spec: Callable[[], DeviceSpec]
     is_alone: bool
-    """Ranks would have to observe the same, so with several nothing is."""
+    """Several ranks measure no whole steps, which differ between them."""
+    plan_together: bool
+    """Whether several ranks plan together, and so can agree on what they observed."""
     has_loss: bool
     """Whether the user gave the loss that is computed outside."""
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether anything is observed."""
+        return self.is_alone or self.plan_together
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once."""
@@ -82,7 +90,7 @@ def before_observing(options: Options, around: Observable) -> Options:
     """
     if options.training.outputs == AUTO:
         options = with_outputs(options, HELD)
-    if options.training.optimizer != "none" or options.reused_plan is not None or not around.is_alone:
+    if options.training.optimizer != "none" or options.reused_plan is not None or not around.is_observed:
         return options
     return replace(options, optimizer=around.optimizer())
 
@@ -106,7 +114,9 @@ class ObservedCalls:
 
     def __init__(self, around: Observable, options: Options, start: Start, plan: Plan | None, may_drop: bool) -> None:
         self.around, self._options, self._start, self._may_drop = around, options, start, may_drop
-        self._is_fixed = options.reused_plan is not None or not around.is_alone
+        self._is_fixed = options.reused_plan is not None or not around.is_observed
+        self._to_agree = 0 if self._is_fixed or around.is_alone else _STEPS + 1
+        """Before how many more calls ranks agree on what they observed."""
         self._running = start(options, plan)
         self.asked: Options | None = None
         """Options for what was observed, to be in force from the next call on."""
@@ -132,7 +142,8 @@ class ObservedCalls:
         """Which of these the last call is like."""
         self._plans: dict[int, tuple[Plan, int, Plan]] = {}
         """By its identity, a plan as it was made, for which of these, and as it was measured or replayed."""
-        self._to_measure = 0 if self._is_fixed or options.budget.size is None else _MEASURED
+        may_measure = around.is_alone and not self._is_fixed and options.budget.size is not None
+        self._to_measure = _MEASURED if may_measure else 0
         reserve = options.training.reserve
         self._reserve_bytes = parse_size(reserve, whole_bytes=around.spec().memory_bytes) if reserve else 0
         """What the user keeps free of the budget."""
@@ -198,10 +209,12 @@ class ObservedCalls:
             self._conclude(self.seen[0], are_held=self.seen[1])
         if not self._has_gradients_counted and self.plan is not None:
             self._look_for_gradients(self.plan)
+        if self._to_agree:
+            self._agree()
         step = step_with(self, may_be_logged=self.wants_measure and self._is_known(args, kwargs))
         if step.is_logged:
             self._tell_found(step, (args, kwargs))
-        elif self._is_fixed or self._options.budget.size is None:
+        elif self._is_fixed or not self.around.is_alone or self._options.budget.size is None:
             self._warn_of_others(awaiting())
         if self.asked is not None:
             return self._watched(step, self._planned_anew(self.asked, args, kwargs))
@@ -224,6 +237,27 @@ class ObservedCalls:
         if not self._is_fixed and self._options.optimizer is None:
             found = before_observing(self._options, self.around)
             self.asked = found if found.optimizer is not None else None
+
+    def _agree(self) -> None:
+        """Ask for what any rank asks for, or asks no more: they plan together, before the same call."""
+        options, own = self._options, self.asked or self._options
+
+        def wishes(of: Options) -> tuple[int, bool, bool]:
+            accumulates = of.training.gradient_accumulation
+            return _ORDER.index(outputs_of(of)), accumulates, of.optimizer is not options.optimizer
+
+        with entered(self.around.device()):
+            everyone = made_by_all(lambda: wishes(own), "observed its loop")
+        agreed = tuple(map(max, zip(*everyone, strict=True)))
+        self.asked = None
+        if agreed != wishes(options):
+            outputs, accumulates, has_optimizer = agreed
+            training = replace(options.training, outputs=_ORDER[outputs], gradient_accumulation=accumulates)
+            optimizer = own.optimizer or self.around.optimizer() if has_optimizer else options.optimizer
+            self.asked = replace(options, training=training, optimizer=optimizer)
+        self._to_agree -= 1
+        if not self._to_agree:  # what one rank alone sees from now on is only said
+            self._is_fixed, self._to_watch = True, 0
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan the first call ahead of it."""
@@ -265,7 +299,7 @@ class ObservedCalls:
                 error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
                 raise
             self._back_to(running, options)
-            self._is_fixed, self._is_said, self._to_watch, self._to_measure = True, True, 0, 0
+            self._is_fixed, self._is_said, self._to_watch, self._to_measure, self._to_agree = True, True, 0, 0, 0
             if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
                 uncounted = "what the step holds beside this call (a loss outside the model, other calls, other models)"
             elif asked.optimizer is not options.optimizer:
@@ -511,7 +545,7 @@ class ObservedCalls:
         as_planned = [one for one in self._logged if one[1] is made and one[2]]
         if len(as_planned) >= _ENOUGH:
             self._logged, self._to_measure = as_planned, 0
-        if len(as_planned) >= _ENOUGH or held_bytes > plan.peak_bytes:
+        if as_planned or held_bytes > plan.peak_bytes:
             self.predict()
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.capture.failures import first_line
 from planner.capture.model_facts import has_distributed_tensors, has_several_ranks, layers_group, units_of
-from planner.errors import PlanMismatchError, PlannerError
+from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError
 from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan
 from planner.session.step import LoweredStep, Options, fingerprint_of
@@ -74,17 +74,19 @@ def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list
     """Return the plain data that each rank of a group makes, by rank.
 
     A failure is raised on its own rank; the others raise a PlannerError that names the rank, or says that one is gone.
+    Where no plan fits, all raise InfeasibleBudgetError: they go on alike, with the plan before or another assumption.
     """
     made: Made | None = None
     failure: Exception | None = None
-    said = ""
+    said, facts = "", None
     try:
         made = make()
     except Exception as error:  # told to the other ranks first, which would wait otherwise, and raised then
         failure, said = error, f"{type(error).__name__}: {error}"
+        facts = error.facts() if isinstance(error, InfeasibleBudgetError) else None
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(everyone, (said, made), group=group)
+        dist.all_gather_object(everyone, (said, facts, made), group=group)
     except RuntimeError as error:
         raise PlannerError(
             "a rank went away while the ranks agreed on a plan, or did something else, as one does that has not "
@@ -92,10 +94,11 @@ def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list
         ) from error
     if failure is not None:
         raise failure
-    for rank, (said, _) in enumerate(everyone):
+    for rank, (said, facts, _) in enumerate(everyone):
         if said:
-            raise PlannerError(f"rank {rank} failed while it {doing}: {said}")
-    return [theirs for _, theirs in everyone]
+            message = f"rank {rank} failed while it {doing}: {said}"
+            raise PlannerError(message) if facts is None else InfeasibleBudgetError(message, **facts)
+    return [theirs for *_, theirs in everyone]
 
 
 def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: str) -> None:

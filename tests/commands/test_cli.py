@@ -207,42 +207,7 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
     run(*PLAN, "--budget", "65%").assert_error(4, "model.py:3", "keep it a tensor")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), ("COMMAND",)),
-        (("plna",), ("plna",)),
-        (("plan",), ("name one model",)),
-        (("plan", "minigpt"), ("--budget", "what-if minigpt")),
-        (("plan", "minigpt", "--model", "a.py:f", "--budget", "1GiB"), ("name one model",)),
-        (("plan", "minigbt", "--budget", "1GiB"), ("minigbt", "minigpt")),
-        (("plan", "minigpt", "--budget", "1GiB", "--activation-budget", "1GiB"), ("not allowed",)),
-        (("plan", "minigpt", "--budget", "lots"), ("lots", "8GiB")),
-        (("plan", "minigpt", "--budget", "-5GiB"), ("--budget",)),
-        (("plan", "minigpt", "--budget=-5GiB"), ("-5GiB", "not above zero")),
-        (("plan", "minigpt", "--budget", "8", "GiB"), ("one word, like 8GiB",)),
-        (("plan", "benchmarks/loops.py", "--budget", "8GiB"), ("name what makes the model", "Tower", "loop")),
-        (("plan", "missing.py", "--budget", "8GiB"), ("cannot read 'missing.py'",)),
-        (("plan", "README.md/x.py", "--budget", "8GiB"), ("cannot read",)),
-        (("plan", "minigpt", "--activation-budget", "0%"), ("above zero",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--batch-size", "0"), ("batch-size", "above zero")),
-        (("plan", "minigpt", "--budget", "1GiB", "--seq-len", "1e3"), ("seq-len",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--time-limit", "nan"), ("time-limit",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--dtype", "int8"), ("dtype",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--optimizer", "lion"), ("optimizer",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--solver", "sqr"), ("sqr", "sqrt")),
-        (("plan", "minigpt", "--budget", "1GiB", "--device", "a1000"), ("a1000",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--device", "cuda:9"), ("CUDA devices here: ", "like h100")),
-        (("plan", "minigpt", "--budget", "1GiB", "--save", "/nowhere/plan"), ("/nowhere",)),
-        (("plan", "minigpt", "--budget", "1GiB", "--json", "/"), ("directory",)),
-        (("verify", "minigpt", "--plan", "/nowhere/plan"), ("/nowhere/plan",)),
-        (("verify", "minigpt"), ("--budget", "--plan")),
-        (("models", "extra"), ("extra",)),
-        (("audit", "minigpt"), ("--current",)),
-        (("audit", "minigpt", "--current", "/nowhere/plan"), ("/nowhere/plan",)),
-        (("audit", "minigpt", "--current", "none", "--budget", "lots"), ("lots",)),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), json.loads((Path(__file__).parent / "wrong_usage.json").read_text()))
 def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -> None:
     found = run(*arguments)
     found.assert_error(2, *words)

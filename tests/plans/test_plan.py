@@ -406,44 +406,8 @@ def layers_of(modules: list[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("modules", "blocks", "others"),
-    [
-        (
-            ["transformer.wte", "transformer.h.0.attn.c_attn", "transformer.h.0.mlp.0", "transformer.h.1.mlp.1",
-             "transformer.h.1", "transformer.ln_f", "lm_head", ""],
-            ["transformer.h.0", "transformer.h.1"],
-            ["transformer.wte", "transformer.ln_f", "lm_head", ""],
-        ),
-        (
-            ["conv1", "bn1", "layer1.0.conv1", "layer1.0", "layer1.1.downsample.0", "layer1.1", "layer2.0.bn1", "fc"],
-            ["layer1.0", "layer1.1", "layer2.0"],
-            ["conv1", "bn1", "fc"],
-        ),
-        (
-            ["model.embed_tokens", "model.layers.0.mlp.experts.0.w1", "model.layers.0.mlp.experts.1.w1",
-             "model.layers.0", "model.layers.1.mlp.experts.0.w1", "model.layers.1", "model.norm"],
-            ["model.layers.0", "model.layers.1"],
-            ["model.embed_tokens", "model.norm"],
-        ),
-        (
-            ["s.layers.0.blocks.0.attn", "s.layers.0.blocks.0", "s.layers.0.blocks.1.fc", "s.layers.0.blocks.1",
-             "s.layers.0.downsample.reduction", "s.layers.1.blocks.0.attn", "s.layers.1.blocks.0"],
-            ["s.layers.0.blocks.0", "s.layers.0.blocks.1", "s.layers.1.blocks.0"],
-            ["s.layers.0.downsample"],
-        ),
-        (
-            ["conv_proj", "encoder.layers.encoder_layer_0.mlp.0", "encoder.layers.encoder_layer_0.ln_1",
-             "encoder.layers.encoder_layer_1.mlp.3", "heads.head"],
-            ["encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1"],
-            ["conv_proj", "heads"],
-        ),
-        (["0", "1", "2"], ["0", "1", "2"], []),
-        (["net.0.0", "net.0.1", "net.1.0", "classifier.1"], ["net.0", "net.1"], ["classifier"]),
-        (["net.conv1", "net.fc.a", "net.fc.b", ""], [], ["net.conv1", "net.fc", ""]),
-        (["fc"], [], ["fc"]),
-        ([], [], []),
-    ],
-)  # fmt: skip
+    ("modules", "blocks", "others"), json.loads((Path(__file__).parent / "layers_of_people.json").read_text())
+)
 def test_layers_as_people_name_them(modules: list[str], blocks: list[str], others: list[str]) -> None:
     assert layers_of(modules) == (tuple(blocks), others)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,35 +199,7 @@ def test_missing_transformers_says_what_to_install(monkeypatch):
 
 # --- the user's own models ------------------------------------------------------------------------
 
-SOURCE = """
-import torch
-from helper import WIDTH
-
-model = torch.nn.Linear(WIDTH, 2)
-x = torch.zeros(1, WIDTH)
-
-def tensor(): return model, x
-def arguments(): return model, (x,)
-def keywords(): return model, {"input": x}
-def with_loss(): return model, x, lambda output: output.sum()
-def raises(): raise RuntimeError("no\\nweights")
-def leaves(): raise SystemExit(3)
-def just_model(): return model
-def many(): return model, x, None, None
-def no_model(): return x, x
-def no_inputs(): return model, 3
-def bad_names(): return model, {1: x}
-def bad_loss(): return model, x, "mse"
-def needs(argument): return model, x
-not_a_function = 3
-class Alone(torch.nn.Linear):
-    def __init__(self, batch_size=1):
-        super().__init__(WIDTH, 2)
-        self.batch_size = batch_size
-    def example_inputs(self): return torch.zeros(self.batch_size, WIDTH)
-alone = Alone()
-def loss_fn(output): return output.sum()
-"""
+SOURCE = (Path(__file__).parent / "user_models.txt").read_text()
 
 
 @pytest.fixture

@@ -107,7 +107,9 @@ def live() -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collection[int]) -> tuple[int, nn.Module]:
+def peak_of(
+    distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collection[int], step: Callable[..., None] = step
+) -> tuple[int, nn.Module]:
     """Return the peak of a later step, with all that is resident: every live tensor, and what distributing allocates.
 
     ``others`` are tensors that earlier scenarios have left.
