@@ -34,7 +34,7 @@ Made = tuple[nn.Module, Inputs]
 
 def lowered(made: Made) -> LoweredStep:
     """Lower a step for this GPU, on whatever device its model is."""
-    options = Options.of({"device": devices.here(torch.device("cuda")).name, "cost_model": "roofline"})
+    options = Options.of(grouped(device=devices.here(torch.device("cuda")).name, cost_model="roofline"))
     return lower_as_run(made[0], captured(*made, options), options)
 
 
@@ -68,7 +68,7 @@ def differences(one: LoweredStep, other: LoweredStep, alike: tuple[str, ...] = (
 
 def planned(made: Made, step: LoweredStep) -> planner.Plan:
     """Plan to keep all of a lowered step for this GPU."""
-    asked = {"device": step.spec.name, "cost_model": "roofline", "compare": False, "budget": 2**50}
+    asked = grouped(device=step.spec.name, cost_model="roofline", compare=False, budget=2**50)
     return plan_lowered(made[0], step, Options.of(asked)).plan
 
 
@@ -214,7 +214,7 @@ def test_a_profile_that_was_taken_on_the_gpu_serves_elsewhere() -> None:
     plan = planner.plan(
         model, x, **grouped(activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
     )
-    options = Options.of({"device": name})
+    options = Options.of(grouped(device=name))
     step = lower_as_run(model, captured(model, Inputs.of(x), options), options)
     asked = {operation.signature for operation in step.lowered.graph.operations}
     assert asked - {""} <= set(profile.measurements)
