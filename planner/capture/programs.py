@@ -39,6 +39,10 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
+ON_HOST = "is the place of an offloaded value"
+"""In a node's meta."""
+
+
 @dataclass
 class Program:
     """Boxed forward and backward for certain sizes."""
@@ -84,19 +88,27 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _packed_in(graph: fx.Graph, saved: fx.Node) -> fx.Node:
-    """Let a graph pack a value after its last use, or after all inputs; what is an output too would hold itself."""
+    """Let a graph pack a value after its last use, or after all inputs; what is an output too would hold itself.
+
+    The place of an offloaded value is not packed: what a hook made of it would not be that place.
+    """
     others = [user for user in saved.users if user.op != "output"]
     last = max([saved, *others, *graph.find_nodes(op="placeholder")])
     is_output = saved.op != "placeholder" and len(others) < len(saved.users)
     with graph.inserting_after(last):
-        return graph.call_function(_pack, (saved, is_output))
+        return graph.call_function(_kept if ON_HOST in saved.meta else _pack, (saved, is_output))
 
 
-def _pack(saved: Any, is_output: bool) -> Any:
+def _pack(saved: Any, is_output: bool) -> Callable[[], Any]:
+    """Return what unpacks what hooks make of a value."""
     hooks = default_saved_tensors_hooks()
     assert hooks is not None
     with torch.no_grad():
-        return hooks[0](saved.detach() if is_output else saved)
+        return partial(hooks[1], hooks[0](saved.detach() if is_output else saved))
+
+
+def _kept(saved: Any, _: bool) -> Callable[[], Any]:
+    return lambda: saved
 
 
 def _call(unpack: Callable[[], Any]) -> Any:
@@ -104,24 +116,23 @@ def _call(unpack: Callable[[], Any]) -> Any:
 
 
 class _Packed(int):
-    """The number of a program, with what hooks that a user has put around a call made of all that it saves."""
+    """The number of a program, with what unpacks each value that it saves under hooks around a call."""
 
-    unpack: Callable[[Any], Any]
-    tensors: list[Any]
+    saved: list[Callable[[], Any]]
 
     @classmethod
-    def of(cls, number: int, unpack: Callable[[Any], Any], tensors: list[Any]) -> _Packed:
+    def of(cls, number: int, saved: list[Callable[[], Any]]) -> _Packed:
         """Join what is saved to a number."""
         packed = cls(number)
-        packed.unpack, packed.tensors = unpack, tensors
+        packed.saved = saved
         return packed
 
     def taken(self) -> list[Callable[[], Any]]:
         """Return what unpacks each; nothing is held on to unless the backward keeps its graph."""
-        tensors = self.tensors
+        saved = self.saved
         if not keeps_graph():
-            self.tensors = []
-        return [partial(self.unpack, packed) for packed in tensors]
+            self.saved = []
+        return saved
 
 
 MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
@@ -249,7 +260,7 @@ class Programs:
         halves = program.under_hooks(first) if hooks is not None and not self._reads_numbers else None
         if hooks is not None and halves is not None:
             results = halves[0](arguments)
-            return [*results[:first], _Packed.of(number, hooks[1], results[first:])]
+            return [*results[:first], _Packed.of(number, results[first:])]
         results = list(program.forward(arguments))
         if self._reads_numbers:  # what it saves of these comes last, and AOTAutograd knows of one number alone
             tensors = [x for x in results[first:] if isinstance(x, torch.Tensor)]

@@ -19,6 +19,7 @@ from torch import fx
 from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
+from planner.capture.programs import ON_HOST
 from planner.capture.symbolic import is_symbolic
 from planner.capture.torch_internals import OpOverload, SavedOutput, run_and_save_rng_state, run_with_rng_state
 from planner.ir.schedule import Schedule
@@ -222,7 +223,7 @@ class _Emitter:
     def _meta_of_place(self, value: int) -> dict[str, Any]:
         val = self.lowered.value_nodes[value].meta["val"]
         with val.fake_mode:
-            return {"val": torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8)}
+            return {"val": torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8), ON_HOST: True}
 
     def _call(self, meta: dict[str, Any], function: Any, *arguments: Any) -> fx.Node:
         node = self.graph.call_function(function, arguments)
