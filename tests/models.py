@@ -49,7 +49,10 @@ class Layers(nn.Module):
     def __init__(self, **given: Any) -> None:
         super().__init__()
         for name, made in {**{name: make() for name, make in self.makers.items()}, **given}.items():
-            setattr(self, name, made)
+            if isinstance(made, nn.Buffer):  # Dynamo cannot follow ``+=`` on one of this class
+                self.register_buffer(name, made.detach())
+            else:
+                setattr(self, name, made)
 
 
 def linear(*sizes: int, **options: Any) -> Callable[[], nn.Linear]:

@@ -25,9 +25,6 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 """What each plan file was asked for, beside its budget."""
 
-GONE: dict[str, dict[str, Any]] = {"modules_offload": {"runtime": "modules", "offload": True}}
-"""Likewise, of files that nothing makes or runs any more."""
-
 BUDGET = "70%"
 ROWS, WIDTH = 96, 16
 

@@ -43,8 +43,7 @@ class Offloading:
     """What a plan offloads, what that takes of the host's memory, and what it may take.
 
     Times stand on a rate of the link each way: that of all transfers, and the stall that does not hide behind
-    computing. Older plan files have ``modules`` and ``least_bytes`` too, for the runtime ``"modules"``: such plans are
-    read without them, and not run.
+    computing.
     """
 
     values: tuple[OffloadedValue, ...]

@@ -19,8 +19,16 @@ from planner.capture.model_facts import finds_gradients, gradient_state, of_mode
 from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel_events import Gradients
-from planner.capture.torch_internals import call_implementation, entered, is_in_torch_func, is_transformed, is_watched
+from planner.capture.torch_internals import (
+    call_implementation,
+    default_saved_tensors_hooks,
+    entered,
+    is_in_torch_func,
+    is_transformed,
+    is_watched,
+)
 from planner.capture.trees import leaves_of
+from planner.common.options import AUTO, Offload
 from planner.errors import NoBackwardError
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, ReplannedModel
@@ -127,6 +135,9 @@ class PlannedCalls(ABC):
 
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; a percentage keeps the bytes that it came to before."""
+        if default_saved_tensors_hooks() is not None and self.options.offload.enabled == AUTO:
+            # They may send what is saved to the host by themselves, and would copy places.
+            self.options = replace(self.options, offload=Offload(False))
         self.options = self.prepare(self.options, inputs)
 
     def options_for_call(self) -> Options:

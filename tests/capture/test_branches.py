@@ -26,14 +26,10 @@ BATCH, WIDTH = 8, 16
 GRAPH = {"activation_budget": "100%", "runtime": "graph"}
 
 
-class Looks(nn.Module):
+class Looks(
+    Layers, steps=lambda: nn.Buffer(torch.tensor(0)), first=linear(WIDTH, 4 * WIDTH), last=linear(4 * WIDTH, WIDTH)
+):
     """Scales what it computes by a branch that ``look`` decides."""
-
-    def __init__(self, look: Callable[..., Any]) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.first, self.last = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.look = look
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.dropout(self.first(x).relu(), 0.2, self.training)
@@ -90,8 +86,7 @@ def equal(ours: tuple[list[torch.Tensor], RandomStates], plain: tuple[list[torch
 
 @pytest.mark.parametrize("look", tiered(LOOKS, slow=("at a number", "at a comparison of numbers", "and negates")))
 def test_every_step_takes_the_branch_of_eager(look: str) -> None:
-    torch.manual_seed(0)
-    plain, wrapped = beside(Looks(LOOKS[look]), **GRAPH)
+    plain, wrapped = beside(Looks(look=LOOKS[look]), **GRAPH)
     for step, labels in enumerate(BATCHES):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels)), (step, labels)
 
@@ -104,15 +99,14 @@ def test_what_the_forward_makes_itself_decides_once(monkeypatch: pytest.MonkeyPa
         raise AssertionError("there is nothing to look at in a call")
 
     monkeypatch.setattr(Branches, "check", looks)
-    torch.manual_seed(0)
-    plain, wrapped = beside(Looks(increases), **GRAPH)
+    plain, wrapped = beside(Looks(look=increases), **GRAPH)
     for step, labels in enumerate(BATCHES[:3]):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels))
     assert not [warning for warning in planner.plan_of(wrapped).warnings if warning.rule == "branches-taken"]
 
 
 def test_a_program_for_each_branch_is_captured_once() -> None:
-    model = planner.auto_wrap(Looks(LOOKS["at a tensor"]), **grouped(maximum_shapes=2, **GRAPH))
+    model = planner.auto_wrap(Looks(look=LOOKS["at a tensor"]), **grouped(maximum_shapes=2, **GRAPH))
     for step, labels in enumerate(BATCHES * 2):
         trained(model, step, labels)  # a third capture would be one too many
     plan = planner.plan_of(model)
@@ -132,7 +126,7 @@ def test_a_program_for_each_branch_is_captured_once() -> None:
 )
 def test_what_is_known_only_when_it_runs_is_refused(look: Callable[..., Any]) -> None:
     with pytest.raises(CaptureError, match="cannot be captured as one graph"):
-        capture(Looks(look), Inputs(batch([0, 1], 0), {}))
+        capture(Looks(look=look), Inputs(batch([0, 1], 0), {}))
 
 
 def test_a_check_that_fails_raises_what_it_raises_in_eager() -> None:
@@ -141,7 +135,7 @@ def test_a_check_that_fails_raises_what_it_raises_in_eager() -> None:
             raise ValueError("labels are below 100")
         return True
 
-    model = planner.auto_wrap(Looks(look), budget=planner.Budget(activations="100%"))
+    model = planner.auto_wrap(Looks(look=look), budget=planner.Budget(activations="100%"))
     trained(model, 0, [0, 1])
     with pytest.raises(ValueError, match="labels are below 100"):
         model(*batch([0, 100], 1))
@@ -164,7 +158,6 @@ class Packs(Layers, table=lambda: nn.Embedding(16, WIDTH), mix=linear(WIDTH, WID
 
 
 def test_a_size_that_varies_is_no_data_whatever_it_is_the_size_of() -> None:
-    torch.manual_seed(0)
     plain, wrapped = beside(Packs(), maximum_shapes=2, **GRAPH)
     for length in (8, 12, 20):  # one capture at a size, and one with symbols
         losses = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from planner.measure.cuda_workspace import allowance_bytes
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.session import step
 from planner.session.step import Options
+from tests.models import Layers, Stack
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 96, 64
 
@@ -191,18 +193,17 @@ def test_a_plan_for_a_gpu_that_is_not_here() -> None:
     assert planner.Plan.from_json(plan.to_json()).reserved == plan.reserved
 
 
-class Tower(nn.Module):
+dropping = partial(Attention, dropout=0.125)
+
+
+class Tower(Stack, last=dropping, looks=bool):
     """Attention with dropout in blocks and outside of them: a CPU has no fused kernel for it."""
 
-    def __init__(self, *, looks: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention(dropout=0.125) for _ in range(3))
-        self.last = Attention(dropout=0.125)
-        self.looks = looks
+    def __init__(self, **given: Any) -> None:
+        super().__init__(block=dropping, has_loss=False, **given)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
+        x = super().forward(x)
         if self.looks and x.sum() > 1e9:
             x = 2 * x
         return self.last(x).float().square().mean()
@@ -237,12 +238,12 @@ def test_a_version_whose_choice_of_attention_is_not_known_is_named(monkeypatch: 
     assert "attention-of-another-version" in {warning.rule for warning in plan.warnings}
 
 
-class Norms(nn.Module):
-    """What a GPU runs otherwise than a CPU: BatchNorm by cuDNN, RMSNorm as one operator, statistics of 32 bits."""
+def norms_of_rows() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)).bfloat16()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maps, self.rows = nn.BatchNorm2d(8), nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)).bfloat16()
+
+class Norms(Layers, maps=lambda: nn.BatchNorm2d(8), rows=norms_of_rows):
+    """What a GPU runs otherwise than a CPU: BatchNorm by cuDNN, RMSNorm as one operator, statistics of 32 bits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(self.maps(x).bfloat16()).float().square().mean()

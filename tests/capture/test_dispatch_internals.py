@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import planner
 from planner.capture.planned_graph_internals import below_autograd
 from planner.capture.torch_internals import boxed
+from tests.models import Layers
 
 aten = torch.ops.aten
 
@@ -101,14 +102,8 @@ def test_what_is_not_noted_is_seen_by_nobody() -> None:
     assert not any(tensor._is_view() for tensor in results)
 
 
-class _Counts(nn.Module):
+class _Counts(Layers, weight=lambda: nn.Parameter(torch.randn(4, 4)), calls=lambda: nn.Buffer(torch.zeros(()))):
     """Returns what its backward needs, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("calls", torch.zeros(()))
-        self.calls: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

@@ -42,12 +42,11 @@ USES: dict[str, Use] = {
 """What is made of a value and a parameter."""
 
 
-class Uses(nn.Module):
-    def __init__(self, use: Use) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.use, self.scale, self.weight = use, nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.randn(SIZE, SIZE))
+def scale() -> nn.Parameter:
+    return nn.Parameter(torch.ones(SIZE))
 
+
+class Uses(Layers, scale=scale, weight=lambda: nn.Parameter(torch.randn(SIZE, SIZE))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.use(x * self.scale, self.weight).sin().sum()
 
@@ -83,7 +82,7 @@ def sums_in_place(loss: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("case", USES)
 def test_sums_are_in_place_where_autograd_makes_them_so(case: str) -> None:
-    model, x = Uses(USES[case]), torch.randn(SIZE, SIZE)
+    model, x = Uses(use=USES[case]), torch.randn(SIZE, SIZE)
     trace = record(model, Inputs((x,), {}))
     in_place = sum(run.node.target is torch.ops.aten.add_.Tensor for run in trace.runs)
     assert in_place == sums_in_place(model(x))

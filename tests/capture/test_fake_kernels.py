@@ -17,6 +17,7 @@ from planner.capture.joint import tensors_of
 from planner.capture.joint_capture import capture
 from planner.ir.static_memory import LossMemory
 from planner.rewrite.graphs import _group_norm_backward as group_norm_backward
+from tests.models import Layers, linear
 from tests.runtimes.steps import (
     assert_same,
     beside,
@@ -28,13 +29,8 @@ from tests.runtimes.steps import (
 from tests.tiers import tiered
 
 
-class Transposed(nn.Module):
+class Transposed(Layers, conv=lambda: nn.Conv1d(64, 64, 3, padding=1)):
     """A convolution over a transposed sequence; the backward of what follows gives a transposed gradient."""
-
-    def __init__(self, function: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.function = nn.Conv1d(64, 64, 3, padding=1), function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = getattr(F, self.function)(self.conv(x.transpose(1, 2))).transpose(1, 2)
@@ -43,18 +39,13 @@ class Transposed(nn.Module):
 
 @pytest.mark.parametrize("function", tiered(["celu", "gelu", "softplus", "logsigmoid"], quick=["celu"]))
 def test_what_follows_a_transposed_gradient_is_counted(function: str) -> None:
-    model, x = Transposed(function), torch.randn(4, 64, 64, requires_grad=True)
+    model, x = Transposed(function=function), torch.randn(4, 64, 64, requires_grad=True)
     plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     verified(model, x, plan)
 
 
-class Normalized(nn.Module):
+class Normalized(Layers, norm=lambda: nn.BatchNorm1d(64), up=linear(64, 128)):
     """BatchNorm over the channels of a sequence, whose kernel undoes the transposition that fake tensors keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.up = nn.BatchNorm1d(64), nn.Linear(64, 128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x.transpose(1, 2)).transpose(1, 2)
@@ -68,14 +59,11 @@ def test_what_was_traced_as_a_view_and_can_only_be_copied_is_copied(training: bo
     verified(model, x, plan)
 
 
-class GroupNormalized(nn.Module):
+class GroupNormalized(
+    Layers, conv=lambda: nn.Conv2d(4, 8, 3, padding=1), norm=lambda: nn.GroupNorm(2, 8),
+    scale=lambda: nn.Parameter(torch.randn(8)),
+):  # fmt: skip
     """GroupNorm before a function whose derivative lays out a transposed gradient as it comes."""
-
-    def __init__(self, function: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.norm, self.function = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), function
-        self.scale = nn.Parameter(torch.randn(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = getattr(F, self.function)(self.norm(self.conv(x)))
@@ -85,7 +73,7 @@ class GroupNormalized(nn.Module):
 @pytest.mark.parametrize("function", tiered(["elu", "hardswish", "relu6", "gelu"], quick=["elu"]))
 def test_what_copies_a_gradient_by_its_layout_computes_what_eager_does(function: str) -> None:
     """CPU kernels of GroupNorm's backward read it as if it were laid out as their input, up to torch 2.13."""
-    eager, model = beside(GroupNormalized(function), budget="1GiB", cost_model="roofline")
+    eager, model = beside(GroupNormalized(function=function), budget="1GiB", cost_model="roofline")
     for size in (8, 6, 7):  # captured, captured with symbols, made plain
         x = torch.randn(2, 4, size, size)
         assert_same(train(eager, x), train(model, x))
@@ -107,7 +95,6 @@ class TurnedGradients(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.turned = nn.ParameterList(nn.Parameter(torch.randn(rows, 64)) for rows in (64, 128, 192))
         self.left, self.right = (nn.Parameter(torch.randn(64, 64)) for _ in "lr")
 
@@ -147,13 +134,8 @@ def test_a_batch_of_one_is_laid_out_as_kernels_see_it() -> None:
     assert [tensors_of(node)[0].stride() for node in pooled] == [model(x).stride()] * 2
 
 
-class Turned(nn.Module):
+class Turned(Layers, up=lambda: nn.ConvTranspose2d(64, 64, 2, stride=2)):
     """A loss between what is turned and what is not: its kernel's gradient has the usual layout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.ConvTranspose2d(64, 64, 2, stride=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         image = (2 * x).transpose(1, 2).reshape(1, 64, 8, 16)

@@ -82,13 +82,8 @@ def test_what_others_read_stays() -> None:
     assert_carried_out(ReadTwice(WIDTH), torch.randn(32, WIDTH))
 
 
-class Overwritten(nn.Module):
+class Overwritten(Layers, layer=linear(WIDTH, WIDTH), mean=lambda: nn.Buffer(torch.ones(WIDTH))):
     """Reads a buffer before the step overwrites it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
@@ -127,7 +122,6 @@ class Foreign(OneLinear):
 
 
 def test_what_an_operator_from_elsewhere_makes_stays() -> None:
-    torch.manual_seed(0)
     model, planned = beside(Foreign(WIDTH), activation_budget="100%", deterministic=True)
     planned(x := torch.randn(32, WIDTH))
     assert any(torch.equal(kept, model.linear(x) * 2.0) for kept in KEPT), "it was written over"
@@ -153,13 +147,8 @@ def test_an_operator_writes_in_place_where_it_has_a_kernel_for_that(
     assert (str(found[0]) if found else None) == form
 
 
-class Picks(nn.Module):
+class Picks(Layers, layer=linear(WIDTH, WIDTH), places=lambda: nn.Buffer(torch.arange(96) % 40)):
     """Derivatives of what is picked by numbers of places are written into zeros."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
-        self.register_buffer("places", torch.arange(96) % 40)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x).sin()
@@ -178,7 +167,7 @@ class Picks(nn.Module):
     "how", tiered(["gather", "index", "index_select", "scatter_add", "index_put"], quick=["gather", "index_put"])
 )
 def test_places_are_written_into_what_is_there_as_in_eager(how: str) -> None:
-    model, x = Picks(how), torch.randn(256 if how in ("gather", "index", "index_select") else 96, WIDTH)
+    model, x = Picks(how=how), torch.randn(256 if how in ("gather", "index", "index_select") else 96, WIDTH)
     eager_bytes = measured_bytes(model, x)
     assert {each[-1] for each in joins(model, x)} & {"scatter_add", "index_put", "index_add"}
     plan = assert_carried_out(model, x)

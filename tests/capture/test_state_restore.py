@@ -17,7 +17,7 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import FakeTensor
 from planner.common.options import grouped
-from tests.models import Layers, OneLinear, linear
+from tests.models import Layers, OneLinear, Stack, linear, rows
 from tests.tiers import tiered
 
 TABLES: dict[int, torch.Tensor] = {}
@@ -117,13 +117,12 @@ def test_what_cannot_be_taken_back_is_said() -> None:
         record(Hidden(8), Inputs((torch.randn(4, 8),), {}))
 
 
-class Writing(nn.Module):
-    """Draws a frozen copy after its weights, and writes into what it is given; its sizes are known with data only."""
+def three_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        self.after = nn.Linear(8, 8).requires_grad_(False)
+
+class Writing(Layers, layers=three_layers, after=lambda: nn.Linear(8, 8).requires_grad_(False)):
+    """Draws a frozen copy after its weights, and writes into what it is given; its sizes are known with data only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -174,15 +173,11 @@ class Making(OrderedDict[str, type]):
 MADE = Making(relu=nn.ReLU)
 
 
-class Filling(nn.Module):
+class Filling(Stack):
     """Writes into the batch and returns it, as frameworks for graphs and for images do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
-
     def forward(self, batch: Any) -> Any:
-        for layer in self.layers:
+        for layer in self.blocks:
             batch["x"] = batch["x"] + layer(batch["x"])
         batch["loss"] = batch["x"].square().mean()
         return batch
@@ -197,7 +192,7 @@ class Filling(nn.Module):
 )
 def test_a_batch_that_is_written_into(kind: type, runtime: str) -> None:
     """What a recording without data wrote into it once went on to the loop: its gradients had no data."""
-    model, x = Filling(), torch.randn(64, 8)
+    model, x = Filling(), rows()
     plain = copy.deepcopy(model)
     planner.auto_wrap(model, budget=planner.Budget(activations="80%"), runtime=runtime)
     for one in (plain, model):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -36,7 +36,7 @@ from planner.runtimes.regional import lower_regional
 from planner.session.eager_study import study_eager
 from planner.session.step import Options, lower_as_run
 from planner.zoo.modules import MiniGPT
-from tests.models import mean_square
+from tests.models import Layers, Stack, linear, mean_square, perceptron
 from tests.tiers import tiered
 
 WIDTH = 64
@@ -44,18 +44,11 @@ WIDTH = 64
 LossFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Perceptron(nn.Module):
+class Perceptron(Layers, inner=partial(perceptron, WIDTH)):
     """Normalised, widened and added to what came in."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.act = nn.GELU()
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+        return x + self.inner(x)
 
 
 @dataclass(frozen=True)
@@ -148,27 +141,21 @@ def peak_bytes(graph: TrainingGraph) -> int:
     return kept(graph).peak_bytes + graph.total_static_bytes
 
 
-class Attending(nn.Module):
+class Attending(
+    Layers, norm=lambda: nn.LayerNorm(WIDTH), qkv=linear(WIDTH, 3 * WIDTH), out=linear(WIDTH, WIDTH), mlp=Perceptron
+):
     """Attention before a perceptron, with dropout between them."""
-
-    def __init__(self, dropout: float | None) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.projection = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Identity() if dropout is None else nn.Dropout(dropout)
-        self.mlp = Perceptron()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = (p.view(batch, length, 4, -1).transpose(1, 2) for p in self.qkv(self.norm(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        attended: torch.Tensor = self.mlp(x + self.dropout(self.projection(mixed)))
+        attended: torch.Tensor = self.mlp(x + self.dropout(self.out(mixed)))
         return attended
 
 
-def transformer(dropout: float | None = None) -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(*(Attending(dropout) for _ in range(2))), torch.randn(2, 16, WIDTH)
+def transformer(between: Callable[[], nn.Module] = nn.Identity) -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(Attending(dropout=between()) for _ in range(2))), torch.randn(2, 16, WIDTH)
 
 
 def linear_and_gelu() -> tuple[nn.Module, torch.Tensor]:
@@ -241,7 +228,7 @@ def reads_twice(graph: TrainingGraph, operation: Operation, size_bytes: int) -> 
 
 
 def test_dropout_is_one_operation_in_a_graph_and_four_in_eager_on_a_cpu() -> None:
-    ways = three_ways(*transformer(0.1))
+    ways = three_ways(*transformer(partial(nn.Dropout, 0.1)))
     captured, recorded, blocks = map(operations, ways.all())
     assert captured == blocks and peak_bytes(ways.captured) == peak_bytes(ways.blocks)
     forward = ("empty_like.default", "bernoulli_.float", "div_.Scalar", "mul.Tensor")
@@ -262,18 +249,14 @@ def test_dropout_is_one_operation_in_a_graph_and_four_in_eager_on_a_cpu() -> Non
 TAIL_WIDTH, TAIL_ROWS = 32, 128
 
 
-class Tail(nn.Module):
+class Tail(Stack):
     """Blocks, and after them something wide whose gradient has several parts."""
 
     def __init__(self, *uses: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Perceptron() for _ in range(2))
-        self.uses = uses
+        super().__init__(2, partial(perceptron, WIDTH), has_loss=False, uses=uses)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        wide = x.repeat(1, TAIL_WIDTH)
+        wide = super().forward(x).repeat(1, TAIL_WIDTH)
         return sum((use(wide).sum() for use in self.uses), start=torch.zeros(()))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 from planner.capture import torch_internals as internals
+from tests.models import OneLinear
 
 
 def test_this_torch_has_what_the_planner_stands_on() -> None:
@@ -59,15 +60,9 @@ def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFi
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-class _Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-
 @pytest.mark.parametrize("uses", [1, 2, 3])
 def test_a_module_of_several_paths_has_its_own_parameters_again(uses: int) -> None:
-    shared = _Residual()
+    shared = OneLinear(4)
     model = nn.ModuleDict({"first": shared, **{f"block{n}": nn.Sequential(shared, nn.ReLU()) for n in range(uses)}})
     before = dict(model.named_parameters(remove_duplicate=False))
     other = {id(tensor): torch.zeros_like(tensor) for tensor in before.values()}

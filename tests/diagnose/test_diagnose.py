@@ -22,19 +22,19 @@ from planner.common.options import grouped
 from planner.diagnose.check import RULES
 from planner.errors import CaptureError
 from planner.findings.finding import Diagnosis, Severity
-from tests.models import Trained
+from tests import models
+from tests.models import Layers, OneLinear, Trained
 
 ROOT = Path(__file__).parent.parent.parent
 X = (16, 8)
 
 
-class Routed(nn.Module):
-    """The weighted sum of two of four layers, all of which see every row."""
+def four_layers() -> nn.Module:
+    return nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+class Routed(Layers, router=models.linear(8, 4, bias=False), experts=four_layers):
+    """The weighted sum of two of four layers, all of which see every row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         best, index = self.router(x).softmax(dim=-1).topk(2, dim=-1)
@@ -55,35 +55,21 @@ class Region(nn.Module):
         return result
 
 
-class Counting(nn.Module):
+class Counting(Layers, scale=lambda: nn.Buffer(torch.ones(()))):
     """Writes into a buffer of its own."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale.mul_(2)
         return x * self.scale
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Branching(OneLinear):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x).mean()
         return y if y > 0 else -y
 
 
-class Classifying(nn.Module):
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, classes)
-
+class Classifying(Layers, head=models.linear(8, 2000)):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
 
@@ -159,18 +145,18 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(linear(), Region(linear()), Region(linear())),
     ),
     "checkpointing-already-on": (lambda: Trained(linear(), Region(linear())), lambda: Trained(linear())),
-    "not-captured": (Branching, lambda: Trained(linear())),
+    "not-captured": (lambda: Branching(8), lambda: Trained(linear())),
     "full-backward-hooks": (hooked, lambda: Trained(linear())),
     "use-cache": (lambda: gpt2(1, use_cache=True), lambda: gpt2(1, use_cache=False)),
     "sharded-inside-checkpoint": (lambda: sharded(checkpointed=True), lambda: sharded(checkpointed=False)),
     "loss-not-counted": (lambda: nn.Sequential(linear()), lambda: Trained(linear())),
     "batch-norm": (lambda: Trained(linear(), nn.BatchNorm1d(8)), lambda: Trained(linear(), nn.BatchNorm1d(8)).eval()),
-    "not-followed": (Branching, lambda: Trained(linear())),
+    "not-followed": (lambda: Branching(8), lambda: Trained(linear())),
     "static-dominates": (
         lambda: Trained(frozen(nn.Sequential(nn.Linear(8, 500), nn.Linear(500, 500), nn.Linear(500, 8))), linear()),
         lambda: Trained(linear(), linear()),
     ),
-    "logits-dominate": (lambda: Classifying(2000), lambda: Trained(nn.Linear(8, 2000))),
+    "logits-dominate": (Classifying, lambda: Trained(nn.Linear(8, 2000))),
     "one-value-dominates": (
         lambda: Trained(nn.Linear(8, 2000, bias=False), nn.AvgPool1d(2000)),
         lambda: Trained(*(nn.Sequential(linear(), nn.GELU()) for _ in range(6))),

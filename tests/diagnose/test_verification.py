@@ -44,7 +44,6 @@ class Noisy(OneLinear):
 
 
 def test_a_plan_is_held_to_what_two_steps_without_it_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model, x = Noisy(16), torch.randn(64, 16)
     plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     demanded = planner.verify(model, x, plan, timed_steps=1)
@@ -68,7 +67,6 @@ def test_bits_are_demanded_where_torch_is_told_to_be_deterministic(strict: bool)
 
 
 def test_a_wrapped_model_is_verified_and_stays_wrapped() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     x = torch.randn(4, 8)
     plan = planner.plan(model, x, budget="100%", loss_fn=torch.sum)
@@ -82,7 +80,6 @@ def test_a_wrapped_model_is_verified_and_stays_wrapped() -> None:
 
 
 def test_inside_a_profiler_a_step_cannot_be_measured() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(64, 16)
     plan = planner.plan(model, x, budget="100%", search=planner.Search(compare=False))
     with torch.profiler.profile(), pytest.raises(UsageError, match="one is on already"):
@@ -110,7 +107,6 @@ def test_steps_that_write_into_weights_and_inputs_all_begin_with_the_same() -> N
 
 @pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'", "ignore:what Trained runs depends on data")
 def test_sparse_gradients_are_compared_too() -> None:
-    torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
     model, words = Trained(nn.EmbeddingBag(200, 32, sparse=True), *layers), torch.randint(0, 200, (16, 5))
     plan = planner.plan(model, words, budget="100%", search=planner.Search(compare=False))

@@ -14,10 +14,10 @@ from torch._functorch._activation_checkpointing.knapsack import dp_knapsack, gre
 from torch._functorch.partitioners import estimate_runtime
 
 import planner
-from planner.capture.memory import measure_peak
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.integrations.partitioner_internals import Knapsack, Step
 from planner.zoo.modules import MiniGPT
+from tests.runtimes import steps
 from tests.runtimes.steps import assert_same, train
 
 TOKENS = torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(1))
@@ -55,9 +55,7 @@ def compiled(solver: Any, *, ratio: float = 1e-6, dropout: float = 0.1) -> tuple
 
 
 def measured_bytes(model: nn.Module, run: Any) -> int:
-    model.zero_grad()
-    peak_bytes, _ = measure_peak(lambda: run(TOKENS, TOKENS).backward(), torch.device("cpu"))
-    return peak_bytes + sum(tensor.nbytes for tensor in (*model.parameters(), TOKENS))
+    return steps.measured_bytes(run, (TOKENS, TOKENS)) + sum(tensor.nbytes for tensor in (*model.parameters(), TOKENS))
 
 
 def test_a_larger_budget_never_costs_more_and_torch_is_not_better() -> None:

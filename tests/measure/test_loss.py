@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,20 +12,10 @@ from torch import nn
 
 import planner
 from planner.common.options import grouped
-from tests.models import Layers, Stack, looked_at, mean_square, perceptron, rows
+from tests.models import DependingOnData, Layers, Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 
 BUDGET = {"budget": "85%", "time_limit_seconds": 0.5}
-
-
-class OnData(Stack):
-    """Looks at its data."""
-
-    def __init__(self) -> None:
-        super().__init__(has_loss=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 1 if looked_at(self, x) > 1e9 else x)
 
 
 class Forces(Layers, energy=perceptron, after=lambda: Stack(2, has_loss=False)):
@@ -42,13 +33,12 @@ def of_the_large(y: torch.Tensor) -> torch.Tensor:
     return y[chosen.nonzero()[:, 0]].square().mean()
 
 
-def plain_stack() -> nn.Module:
-    return Stack(has_loss=False)
+plain_stack, on_data = partial(Stack, has_loss=False), partial(DependingOnData, has_loss=False)
 
 
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
 @pytest.mark.parametrize(
-    ("build", "loss_fn"), [(OnData, mean_square), (Forces, mean_square), (plain_stack, of_the_large)]
+    ("build", "loss_fn"), [(on_data, mean_square), (Forces, mean_square), (plain_stack, of_the_large)]
 )
 def test_what_needs_data_is_planned(build: Callable[[], nn.Module], loss_fn: Any) -> None:
     plain, model = build(), build()

@@ -86,14 +86,10 @@ def test_measured_by_name_does_the_same_on_the_spot() -> None:
 def test_a_measured_plan_is_applied_without_measuring_again(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    model, path = net(), tmp_path / "plan.json"
-    plan = planner.plan(
-        model, torch.randn(BATCH, 64), **grouped(activation_budget="80%", compare=False, profile=profile)
-    )
+    plan, path = planned(profile), tmp_path / "plan.json"
     plan.save(path)
     monkeypatch.setattr(profiling, "measure", None)
-    wrapped = planner.auto_wrap(model, budget=planner.Plan.load(path))
+    wrapped = planner.auto_wrap(net(), budget=planner.Plan.load(path))
     wrapped(torch.randn(BATCH, 64)).backward()
     used = planner.plan_of(wrapped)
     assert used is not None

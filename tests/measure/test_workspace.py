@@ -7,7 +7,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,11 +18,10 @@ from torch import fx, nn
 
 import planner
 from planner.capture import fake_mode
-from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.measure import workspace
 from tests.models import Layers, Stack, perceptron
-from tests.runtimes.steps import measured_bytes
+from tests.runtimes.steps import measured_bytes, wrap_and_hold, wrap_and_hold_under_autocast
 from tests.tiers import tiered
 
 aten = torch.ops.aten
@@ -41,13 +39,12 @@ def blocks(depth: int = 2) -> Stack:
     return Stack(depth, partial(perceptron, WIDTH, hidden=512, dropout=0.1))
 
 
-class Reconstruction(nn.Module):
-    """A loss of an output that is as large as what a layer saves."""
+def three_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3)))
 
-    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3)))
-        self.loss = loss
+
+class Reconstruction(Layers, layers=three_layers):
+    """A loss of an output that is as large as what a layer saves."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.loss(self.layers(x).sigmoid(), x.sigmoid())
@@ -60,13 +57,12 @@ class Recurrent(Layers, layers=lambda: nn.LSTM(WIDTH, 256, num_layers=2)):
         return self.layers(x.view(4, -1, WIDTH))[0].square().mean()
 
 
-class Experts(nn.Module):
-    """A grouped product, whose kernel copies as much as the largest group has rows: only the data say how much."""
+def in_16_bits(*size: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(size, dtype=torch.bfloat16))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rise = nn.Parameter(torch.randn(4, WIDTH, 4 * WIDTH, dtype=torch.bfloat16))
-        self.fall = nn.Parameter(torch.randn(4, 4 * WIDTH, WIDTH, dtype=torch.bfloat16))
+
+class Experts(Layers, rise=partial(in_16_bits, 4, WIDTH, 4 * WIDTH), fall=partial(in_16_bits, 4, 4 * WIDTH, WIDTH)):
+    """A grouped product, whose kernel copies as much as the largest group has rows: only the data say how much."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = x[:, :4].argmax(dim=1)
@@ -79,32 +75,15 @@ def data(width: int = WIDTH) -> torch.Tensor:
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(3))
 
 
-def assert_peak_is_as_predicted(model: nn.Module, x: torch.Tensor, autocast: bool = False) -> None:
-    """Run a wrapped model, which plans at its first call."""
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            loss = model(x)
-        loss.backward()
-
-    step()
-    model.zero_grad()
-    plan = planner.plan_of(model)
-    peak_bytes = measure_peak(step, torch.device("cpu"))[0] + sum(plan.static_bytes.values())
-    assert plan.peak_bytes * 0.999 <= peak_bytes <= plan.peak_bytes <= plan.budget_bytes
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_it_is_seen_while_the_model_is_traced(autocast: bool) -> None:
-    model = planner.auto_wrap(blocks(), **grouped(activation_budget="60%", time_limit_seconds=1.0))
-    assert_peak_is_as_predicted(model, data(), autocast)
+@pytest.mark.parametrize("hold", [wrap_and_hold, wrap_and_hold_under_autocast])
+def test_it_is_seen_while_the_model_is_traced(hold: Callable[..., planner.Plan]) -> None:
+    hold(blocks(), data(), activation_budget="60%", time_limit_seconds=1.0)
 
 
 @pytest.mark.parametrize("solver", tiered(["sqrt", "chain-dp"], slow=["chain-dp"]))
 def test_the_state_of_the_generator_is_counted_where_random_operations_run_again(solver: str) -> None:
-    model = planner.auto_wrap(blocks(4), **grouped(activation_budget="60%", solver=solver, time_limit_seconds=1.0))
-    assert_peak_is_as_predicted(model, data())
-    again = itertools.chain(*planner.plan_of(model).recomputations.values())
+    plan = wrap_and_hold(blocks(4), data(), activation_budget="60%", solver=solver, time_limit_seconds=1.0)
+    again = itertools.chain(*plan.recomputations.values())
     assert any("native_dropout" in operation for operation in again)
 
 
@@ -116,13 +95,11 @@ def test_the_state_of_the_generator_is_counted_where_random_operations_run_again
     ),
 )
 def test_losses_keep_the_memory_that_their_kernels_keep(loss: Callable[..., torch.Tensor]) -> None:
-    model = planner.auto_wrap(Reconstruction(loss), budget=planner.Budget(activations="100%"))
-    assert_peak_is_as_predicted(model, data(512))
+    wrap_and_hold(Reconstruction(loss=loss), data(512), activation_budget="100%")
 
 
 def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
-    model = planner.auto_wrap(Recurrent(), budget=planner.Budget(activations="100%"))
-    assert_peak_is_as_predicted(model, data())
+    wrap_and_hold(Recurrent(), data(), activation_budget="100%")
 
 
 @pytest.mark.parametrize("shift", [0.0, 9.0])

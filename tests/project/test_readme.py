@@ -78,7 +78,6 @@ def test_every_installed_package_is_pinned():
 @pytest.mark.usefixtures("hurried")
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
     model = MiniGPT(layers=2, width=64, heads=2, hidden=256, vocabulary=128, positions=32)
     inputs, labels = torch.randint(128, (8, 32)), torch.randint(128, (8, 32))
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}

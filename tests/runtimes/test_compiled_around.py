@@ -16,17 +16,13 @@ from planner.api import running_on
 from planner.capture.torch_internals import Unsupported, installed_call
 from planner.common.options import grouped
 from planner.errors import UsageError
-from tests.models import Stack, mean_square, rows
+from tests.models import Layers, Stack, linear, mean_square, rows
 from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
 
-class Around(nn.Module):
+class Around(Layers, before=linear(32, 32), inner=lambda: Stack(2, has_loss=False)):
     """Contains a model that may be wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(32, 32), Stack(2, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.before(x)).square().mean()

@@ -37,13 +37,8 @@ class Function(Layers):
         return self.function(x)
 
 
-class Recurrent(nn.Module):
+class Recurrent(Layers, down=linear(2 * WIDTH, WIDTH)):
     """The rows as four steps in time."""
-
-    def __init__(self, layer: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.layer = layer(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.layer(x.unflatten(0, (4, -1)))[0].flatten(0, 1))
@@ -73,13 +68,9 @@ def in_place(y: torch.Tensor) -> torch.Tensor:
     return F.relu_(y)
 
 
-class MutatedBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = wide()
-        self.register_buffer("average", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-
+class MutatedBuffer(
+    Layers, mlp=wide, average=lambda: nn.Buffer(torch.zeros(WIDTH)), count=lambda: nn.Buffer(torch.tensor(0))
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.mlp(x)
         with torch.no_grad():
@@ -88,17 +79,13 @@ class MutatedBuffer(nn.Module):
         return y - self.average
 
 
-class LowRank(nn.Module):
+class LowRank(
+    Layers, mlp=lambda: wide().requires_grad_(False), a=linear(WIDTH, 4, bias=False), b=linear(4, WIDTH, bias=False)
+):
     """A frozen linear layer with a trained adapter, as LoRA has it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = wide().requires_grad_(False)
-        self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-        self.dropout = nn.Dropout(0.1)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x) + self.b(self.a(self.dropout(x)))
+        return self.mlp(x) + self.b(self.a(F.dropout(x, 0.1, self.training)))
 
 
 class Tied(nn.Module):
@@ -142,8 +129,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "convolutions": convolutions,
     "in place": through(in_place),
     "mutated buffer": MutatedBuffer,
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
+    "lstm": lambda: Recurrent(layer=nn.LSTM(WIDTH, 2 * WIDTH)),
+    "gru": lambda: Recurrent(layer=nn.GRU(WIDTH, 2 * WIDTH)),
     "low rank adapter": LowRank,
     "max pool": through(lambda x: F.max_pool1d(x, 3, 1, 1) * x),
     "split and cat": through(lambda x: torch.cat([a.exp() for a in x.chunk(4, -1)], -1)),

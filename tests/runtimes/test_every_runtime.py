@@ -217,7 +217,6 @@ OF_OUTPUTS = {
 )
 def test_the_loss_says_which_outputs_count(name: str, of: str) -> None:
     """The first step keeps to the plan too: nothing of it is run again for a gradient that was not expected."""
-    torch.manual_seed(0)
     plain, model = WithAuxiliary(), WithAuxiliary()
     model.load_state_dict(plain.state_dict())
     wrap(model, rows(512), runtime=name, loss_fn=OF_OUTPUTS[of])

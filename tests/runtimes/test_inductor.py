@@ -163,12 +163,8 @@ def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
     assert tied.peak_bytes - tied.total_static_bytes <= untied.peak_bytes - untied.total_static_bytes
 
 
-class Sums(nn.Module):
+class Sums(Layers):
     """Two loops over what a product makes, by rows and by columns."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x)
@@ -178,7 +174,8 @@ class Sums(nn.Module):
 def test_loops_over_much_are_called_apart_and_free_what_they_read(calls: Any):
     drafted = calls(InductorRuntime, "_peak_bytes")
     for width in (16, 1024):
-        planner.plan(Sums(width), torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
+        model = Sums(linear=nn.Linear(16, width))
+        planner.plan(model, torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
     small, large = (drafts[0].source.count("cpp_fused") for _, _, drafts in drafted)
     assert small == 1 < large
 

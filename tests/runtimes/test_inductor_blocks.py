@@ -85,7 +85,6 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["100%", "75%", "60%"])  # a C++ compiler is called for each kind of block
 def test_a_step_holds_what_is_said_and_has_the_gradients_of_eager(budget: str) -> None:
-    torch.manual_seed(0)
     plain, model = beside(Transformer(4), batch(), activation_budget=budget, **ASK)
     assert budget == "100%" or planner.plan_of(model).overhead > 0.02
     for _ in range(2):
@@ -98,7 +97,6 @@ def test_a_step_holds_what_is_said_and_has_the_gradients_of_eager(budget: str) -
 
 @pytest.mark.slow
 def test_batch_norm_and_convolutions_run_in_blocks() -> None:
-    torch.manual_seed(0)
     plain = Convolutions().double()  # in float32 eager's own gradients are off by a thousandth
     model = copy.deepcopy(plain)
     x = torch.randn(4, 16, 16, 16, generator=torch.Generator().manual_seed(0)).double()

@@ -34,16 +34,27 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
-from tests.models import WIDTH, Convolutions, Layers, OneLinear, images, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, step, train
+from tests.models import (
+    WIDTH,
+    Convolutions,
+    Layers,
+    OneLinear,
+    images,
+    linear,
+    looked_at,
+    mean_square,
+    perceptron,
+    rows,
+)
+from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, measured_bytes, train
 from tests.tiers import tiered
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+def _inner() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
+
+class Mlp(Layers, inner=_inner):
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, str]:
         return x + scale * self.inner(x), "beside"
 
@@ -196,7 +207,6 @@ def test_nothing_is_left_in_the_model_between_calls() -> None:
 
 
 def test_hooks_and_double_backward_work_as_in_eager() -> None:
-    torch.manual_seed(0)
     plain = Stack().eval()
     wrapped = copy.deepcopy(plain)
     seen: list[str] = []
@@ -270,7 +280,6 @@ def replace_forward(block: Any) -> None:
 
 @pytest.mark.parametrize("change", [nn.Module.eval, freeze, drop_more, hook_outputs, replace_part, replace_forward])
 def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
-    torch.manual_seed(0)
     plain, wrapped = beside(Stack(), rows(), activation_budget="60%", runtime="modules")
     chosen = modules_of(planner.plan_of(wrapped))
     assert chosen
@@ -285,13 +294,10 @@ def test_a_module_runs_again_as_it_was(change: Callable[[Any], object]) -> None:
     assert_gradients(plain, wrapped)
 
 
-class Growing(nn.Module):
+class Growing(Layers, calls=int, seen=lambda: [1.0], first=linear(WIDTH, 4 * WIDTH), second=linear(4 * WIDTH, WIDTH)):
     """Scales by what it keeps in Python: a number and a list, which each call adds to, and a tensor that it is lent."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.seen, self.scale = 0, [1.0], torch.ones(1)
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    scale = torch.ones(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -301,11 +307,8 @@ class Growing(nn.Module):
 
 
 def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Growing() for _ in range(4)))
-    wrapped = copy.deepcopy(plain)
-    options: dict[str, Any] = {"activation_budget": "85%", "loss_fn": mean_square, "runtime": "modules"}
-    planner.auto_wrap(wrapped, rows(), **grouped(**options))
+    model = nn.Sequential(*(Growing() for _ in range(4)))
+    plain, wrapped = beside(model, rows(), activation_budget="85%", loss_fn=mean_square, runtime="modules")
     assert modules_of(planner.plan_of(wrapped))
     for model in (plain, wrapped):
         losses = []
@@ -319,7 +322,6 @@ def test_a_second_run_finds_what_a_module_keeps_in_python_and_adds_nothing_to_it
 
 
 def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() -> None:
-    torch.manual_seed(0)
     plain, wrapped = beside(Stack().eval(), activation_budget="60%", runtime="modules")
     for model in (plain, wrapped):
         trained = dict(model.named_parameters())
@@ -446,12 +448,7 @@ def findings(model: nn.Module, *, budget: str = "100%", runtime: str = "modules"
     return {warning.rule for warning in made.warnings}
 
 
-class CountsItsCalls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
+class CountsItsCalls(Layers, linear=linear(WIDTH, WIDTH), calls=lambda: nn.Buffer(torch.zeros(()))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.linear(x).sigmoid().tanh()
@@ -500,13 +497,8 @@ def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
     assert_same(train(plain, x, mean_square), found)
     plan = planner.plan_of(model)
     assert plan.runtime == "modules"
-
-    def measured() -> int:
-        model.zero_grad()
-        return measure_peak(lambda: step(model, x, mean_square), torch.device("cpu"))[0]
-
-    measured()  # from now on the profiler knows how large the memory is that a step gives up
-    assert measured() <= plan.peak_bytes - plan.total_static_bytes  # as if that was not given up
+    measured_bytes(model, x, mean_square)  # from now on the profiler knows how large the memory is that a step gives up
+    assert measured_bytes(model, x, mean_square) <= plan.peak_bytes - plan.total_static_bytes  # as if that was not so
 
 
 def _ends_in_noise() -> nn.Module:
@@ -518,8 +510,7 @@ def test_saved_before_it_is_filled(runtime: str) -> None:
     """RReLU saves its noise and then draws it: torch's second run of a module would end in between."""
     wide = [perceptron(WIDTH, hidden=8 * WIDTH) for _ in range(2)]
     model, x = nn.Sequential(*(_ends_in_noise() for _ in range(3)), *wide), rows()
-    plain = copy.deepcopy(model)
-    planner.auto_wrap(model, budget=planner.Budget(activations="85%"), runtime=runtime, loss_fn=mean_square)
+    plain, model = beside(model, activation_budget="85%", runtime=runtime, loss_fn=mean_square)
     assert_same(train(plain, x, mean_square), train(model, x, mean_square))
     _, regions = problem_of(nn.Sequential(_ends_in_noise(), nn.Sequential(_ends_in_noise(), nn.Tanh())), rows())
     assert {region.module for region in regions}.isdisjoint({"0", "1.0"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from collections.abc import Callable
@@ -49,8 +48,7 @@ class Counting(Stack):
 
 
 def wrapped() -> tuple[nn.Module, nn.Module]:
-    model = Annealed(2)
-    return copy.deepcopy(model), planner.auto_wrap(model, **grouped(activation_budget="70%", time_limit_seconds=0.5))
+    return beside(Annealed(2), activation_budget="70%", time_limit_seconds=0.5)
 
 
 @pytest.mark.parametrize("is_argument", tiered([False, True], quick=[False]))
@@ -144,12 +142,8 @@ def test_a_number_that_is_read_from_a_tensor_is_there_in_the_backward(kind: str)
     assert planner.plan_of(model).runtime == "graph"
 
 
-class Warming(Stack):
+class Warming(Stack, steps=lambda: nn.Buffer(torch.zeros(()))):
     """Scales its loss by how many steps there were, which a buffer counts."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
@@ -158,7 +152,7 @@ class Warming(Stack):
 
 @pytest.mark.slow
 def test_a_number_that_is_read_from_a_buffer_is_none_that_is_given() -> None:
-    plain, model = beside(Warming(), activation_budget="70%", time_limit_seconds=0.5)
+    plain, model = beside(Warming(2), activation_budget="70%", time_limit_seconds=0.5)
     for count in (1024, 1024, 512, 1024):
         assert_same(train(plain, (rows(count),)), train(model, (rows(count),)))
         assert planner.plan_of(model).runtime == "graph"
@@ -184,12 +178,8 @@ def test_a_number_that_is_only_checked_is_one_at_all_sizes(
     assert not [str(warning.message) for warning in recwarn if "Raw Sym" in str(warning.message)]
 
 
-class Noting(Stack):
+class Noting(Stack, sizes=list[int]):
     """Notes in a list how large its batches were, and so looks at another list in each call."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(x.shape[0])
@@ -198,7 +188,7 @@ class Noting(Stack):
 
 def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "_OFTEN", 2)
-    model = planner.auto_wrap(Noting(), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=0.2))
+    model = planner.auto_wrap(Noting(1), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=0.2))
     for _ in range(2):
         model(rows()).backward()
     with pytest.warns(

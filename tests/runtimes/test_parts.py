@@ -15,7 +15,7 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.errors import CaptureError, InfeasibleBudgetError
-from tests.models import WIDTH, Layers, OneLinear, looked_at, mean_square, perceptron, rows
+from tests.models import WIDTH, Layers, OneLinear, linear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
 from tests.tiers import tiered
@@ -30,20 +30,18 @@ class Chain(Layers, weights=lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) /
         return x
 
 
-class Drops(nn.Module):
-    """Layers that are dropped at random, by torch's numbers or by Python's."""
+def three_layers() -> nn.Module:
+    return nn.ModuleList(perceptron() for _ in range(3))
 
-    def __init__(self, draw: str, share: float = 0.3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(perceptron() for _ in range(3))
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.draw, self.share = draw, share
+
+class Drops(Layers, layers=three_layers, first=linear(WIDTH, WIDTH), last=linear(WIDTH, WIDTH)):
+    """Layers that are dropped at random, by torch's numbers or by Python's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for layer in self.layers:
             drawn = torch.rand([]) if self.draw == "torch" else random.random()
-            if drawn >= self.share:
+            if drawn >= 0.3:
                 x = x + layer(x)
         return mean_square(self.last(x))
 
@@ -120,7 +118,7 @@ def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
 
 @pytest.mark.parametrize("draw", tiered(["torch", "python"], quick=["torch"]))
 def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
-    model, x = Drops(draw), rows()
+    model, x = Drops(draw=draw), rows()
     plain = copy.deepcopy(model)
     planner.auto_wrap(model, **grouped(runtime="parts", activation_budget="80%", time_limit_seconds=1.0))
     with warnings.catch_warnings(action="ignore"):

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture.blocks.regions import Step
-from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import UsageError
-from tests.models import Trained, language_model
+from tests.models import Layers, Trained, language_model, linear
 from tests.runtimes.steps import wrap_and_hold
 from tests.runtimes.test_contract import IMAGES, TABLE, Normed, Shared, Twice
 
@@ -31,29 +29,6 @@ def test_blocks_that_do_not_fit_the_mould_stay_eager() -> None:
     assert left.keys() == {"block layers.0", "block layers.2"}
     assert "called 2 times" in left["block layers.0"]
     assert "returns" in left["block layers.2"]
-
-
-class Nested(nn.ModuleDict):
-    """Lists in a list, neither of which is called."""
-
-    def __init__(self) -> None:
-        lists = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
-        super().__init__({"all": lists})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for row in self["all"]:
-            for layer in row:
-                x = layer(x)
-        return x
-
-
-def blocks_of(model: nn.Module, x: torch.Tensor) -> list[str]:
-    return list(Step(model, Inputs.of(x, None)).find_blocks())
-
-
-def test_blocks_are_the_outermost_repeated_members() -> None:
-    assert blocks_of(Normed(), IMAGES) == ["layers.0", "layers.1", "layers.2"]
-    assert blocks_of(Nested(), torch.randn(2, 2)) == ["all.0.0", "all.0.1", "all.1.0", "all.1.1"]
 
 
 def test_blocks_that_fill_a_cache_are_refused_with_the_way_out() -> None:
@@ -86,13 +61,10 @@ def test_a_block_has_its_own_forward_whenever_the_model_is_not_called() -> None:
     assert all("forward" not in vars(module) for module in model.modules() if module is not model)
 
 
-class Alike(nn.Module):
+class Alike(Layers, layer=linear(WIDTH, WIDTH), drop=lambda: nn.Dropout(0.5)):
     """A block whose forward depends on more than its tensors."""
 
-    def __init__(self, scale: float = 1.0, power: int = 1) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-        self.scale, self.power = scale, power
+    scale, power = 1.0, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.drop(self.layer(x)) * self.scale) ** self.power

@@ -18,40 +18,30 @@ from tests.models import WIDTH, Convolutions, Layers, Stack, linear, mean_square
 from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
+HEADS = 4
 
-class Attention(nn.Module):
-    """Attention with dropout inside the kernel and after it."""
 
-    def __init__(self, heads: int = 4, *, causal: bool = False) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
+class Attention(Layers, q=linear(WIDTH, WIDTH), kv=linear(WIDTH, 2 * WIDTH), out=linear(WIDTH, WIDTH)):
+    """Causal attention with dropout inside the kernel and after it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q(x), *self.kv(x).chunk(2, dim=-1))
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q(x), *self.kv(x).chunk(2, dim=-1))
         )
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=self.causal)
-        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        return F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.2)
 
 
-class Packed(nn.Module):
+class Packed(Layers, q=linear(WIDTH, WIDTH), kv=linear(WIDTH, WIDTH), out=linear(WIDTH, WIDTH)):
     """Samples end to end in one row: a mask keeps each to itself, and the batch is one whatever comes."""
-
-    def __init__(self, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.blocks = Stack(3, perceptron, has_loss=False)
-        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.blocks(x)
         rows, length, _ = x.shape
         sample = (positions == 0).cumsum(-1)
         mask = (sample[:, :, None] == sample[:, None, :]).tril()[:, None]
-        q = self.q(x).view(rows, length, -1, WIDTH // self.heads).transpose(1, 2)
-        kv = self.kv(x).view(rows, length, 2, -1, WIDTH // self.heads).permute(2, 0, 3, 1, 4)
+        q = self.q(x).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2)
+        kv = self.kv(x).view(rows, length, 2, -1, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         k, v = (part.repeat_interleave(2, dim=1) for part in kv)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return mean_square(self.out(y.transpose(1, 2).reshape(rows, length, -1)))
@@ -86,12 +76,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
         [(floats(rows, WIDTH),) for rows in (64, 48, 33, 128)],
     ),
     "attention": (
-        lambda: Stack(1, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention(causal=True))),
+        lambda: Stack(1, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention())),
         [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (8, 16))],
     ),
     "convolutions": (lambda: Convolutions(2), [(floats(batch, 16, *image),) for batch, *image in IMAGES]),
     "packed": (
-        Packed,
+        lambda: Packed(blocks=Stack(3, has_loss=False)),
         [
             (floats(1, a + b, WIDTH), torch.cat([torch.arange(a), torch.arange(b)])[None])
             for a, b in ((64, 36), (80, 15), (28, 48), (36, 84), (52, 56))
@@ -114,7 +104,6 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     name: str, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, sizes = CASES[name]
-    torch.manual_seed(0)
     model = make()
     varying = wrapped(model)
     for inputs in sizes[:-1]:

@@ -22,22 +22,18 @@ from planner.plans.plan import Plan
 from planner.session.step import Options, lower_as_run
 from planner.transforms.chunk_region import ChunkRegion, find_region, region_around
 from planner.transforms.chunk_rules import Form
-from tests.models import Stack
+from tests.models import Layers, Stack, linear, perceptron
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 1500, 32, 2, 25
 ROWS = BATCH * LENGTH
 LOGITS_BYTES = ROWS * VOCABULARY * 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
+
+class Block(Layers, norm=lambda: nn.LayerNorm(WIDTH), attention=attention, mlp=partial(perceptron, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
@@ -51,7 +47,7 @@ class GPT(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(1))
+        self.block = Block()
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -60,10 +56,7 @@ class GPT(nn.Module):
         self.gives_logits = gives_logits
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(self.block(self.tokens(ids))))
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction=self.reduction)
         return (loss, logits) if self.gives_logits else loss
 
@@ -100,13 +93,8 @@ class Chain(nn.Module):
         return x.mean()
 
 
-class Scores(nn.Module):
+class Scores(Layers, inner=linear(WIDTH, WIDTH)):
     """Attention that is written out: tokens look at each other, sequences do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.inner(x)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import planner
 from planner.common.options import grouped
 from planner.plans.module_choices import modules_of
-from tests.models import Layers, linear
+from tests.models import Layers, linear, perceptron
 from tests.runtimes.rank import common
 from tests.runtimes.rank.common import IN_16_BITS, QUICK, RANKS, ROWS, data, fully_sharded, gradients, live, make, step
 
@@ -48,15 +48,10 @@ def exchanged(x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-class DividedAttention(nn.Module):
+class DividedAttention(
+    Layers, norm=lambda: nn.LayerNorm(WIDTH), qkv=linear(WIDTH, 3 * WIDTH), out=linear(WIDTH, WIDTH)
+):
     """Attention of which each of two ranks has half of the sequence before and after, and half of the heads within."""
-
-    def __init__(self, exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.exchange = exchange
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, _ = x.shape
@@ -124,15 +119,8 @@ class DividedExperts(ParallelStyle):
         return sent
 
 
-class Block(nn.Module):
+class Block(Layers, alone=partial(perceptron, WIDTH)):
     """What exchanges, and a part that does not."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-        self.alone = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.part(x)
@@ -145,7 +133,7 @@ class Model(nn.Module):
     def __init__(self, part: Callable[[], nn.Module], depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(part()) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(part=part()) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -238,7 +226,7 @@ def divided_sequence_in_more_ways(rank: int) -> dict[str, Any]:
 
 def exchanging(rank: int, exchange: Callable[[torch.Tensor], torch.Tensor], runtime: str) -> dict[str, Any]:
     small = {**QUICK, "activation_budget": "85%"}
-    made, x = partial(Model, partial(DividedAttention, exchange)), tokens(rank)
+    made, x = partial(Model, partial(DividedAttention, exchange=exchange)), tokens(rank)
     alone, others = made(), live()
     others.pop(x.untyped_storage().data_ptr())
     step(alone, x)
