@@ -75,12 +75,14 @@ def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]
     yield case("tiny", 80)
     for name in MODELS:
         yield case("model", 45, name, budgets=["60%"], **profiled)
-    yield case("offload", 60, MODELS[0], budgets=["60%"], copy_bytes=_GIB // (64 if rehearsal else 1))
+    moved: Result = {"budgets": ["60%", "40%"], "copy_bytes": _GIB // (64 if rehearsal else 1)}
+    yield case("offload", 60, MODELS[0], **moved)
     yield case("largest", 90, LARGEST, cap_bytes=_GIB // 2 if rehearsal else 24 * _GIB)
     yield case("snapshot", 30, LARGEST, budgets=["60%"])
     yield case("compiled", 80, LARGEST, budgets=["60%"])
     for name in MODELS:
         yield case("model", 45, name, budgets=["80%", "40%"], eager=False, **profiled)
+    yield from (case("offload", 60, name, **moved) for name in MODELS[1:3])
 
 
 @dataclass

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -153,7 +153,6 @@ def _model(case: Result) -> Rows:
     yield {}
     start = {"model": name, "sizes": sizes}
     loaded = _built(case)
-    arguments = {"example_kwargs": loaded.example_kwargs}
     if afar is not None:
         fake = zoo.build(name, **sizes, device="cuda", fake_mode=fake_mode())
         with suppress(PlannerError):
@@ -163,13 +162,14 @@ def _model(case: Result) -> Rows:
             yield {**start, "what": "captured on a CPU", "same_step": same, "peak_bytes": afar.peak_bytes}
     if case.get("eager", True):
         yield {**start, "what": "eager", **_measured(lambda: _step(loaded.model, loaded), loaded.model)}
-    profile = api.profile(loaded.model, **arguments, time_limit_seconds=case["profile_seconds"], name=name)
+    inputs, seconds = loaded.example_kwargs, case["profile_seconds"]
+    profile = api.profile(loaded.model, inputs, time_limit_seconds=seconds, name=name)
     planner.save_profile(profile, Path(case["folder"]) / f"{name}.profile.json")
     for budget in case["budgets"]:
         row: Result = {**start, "what": f"planned for {budget}", "measured_operations": len(profile.measurements)}
         try:
             options = {"time_limit_seconds": case["solve_seconds"], "profile": profile, "compare": False}
-            plan, is_kept = _or_the_least(partial(api.plan, loaded.model, **grouped(**arguments, **options)), budget)
+            plan, is_kept = _or_the_least(partial(api.plan, loaded.model, inputs, **grouped(**options)), budget)
             row["what"] += "" if is_kept else ", which cannot be kept: for the least"
             row |= _predicted(plan)
             model = api.auto_wrap(loaded.model, budget=plan)
@@ -213,13 +213,12 @@ def _offload(case: Result) -> Rows:
         yield {"what": f"copy {ways}", "bytes_per_second": 4 * elements / (time.perf_counter() - begun)}
     del out, back, there
     loaded = _built(case)
-    eager = _measured(lambda: _step(loaded.model, loaded), loaded.model)
-    yield {"what": "eager", "model": case["model"], **eager}
-    for offload in (False, True):
-        row: Result = {"what": "offload" if offload else "recompute", "model": case["model"]}
+    yield {"what": "eager", "model": case["model"], **_measured(lambda: _step(loaded.model, loaded), loaded.model)}
+    for budget, offload in product(case["budgets"], (False, True)):
+        row: Result = {"what": f"{'offload' if offload else 'recompute'}, {budget}", "model": case["model"]}
         try:
             options = {"offload": offload, "time_limit_seconds": case["solve_seconds"]}
-            _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], **options})
+            _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": budget, **options})
             row |= _predicted(planner.plan_of(loaded.model))
             row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
         except Exception as error:
@@ -320,13 +319,13 @@ def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Resu
 
 def _or_the_least(planned: Callable[..., Any], budget: str) -> tuple[Any, bool]:
     """Plan for a budget, or for the least that is known to be feasible, which blocks of the allocator may move."""
-    asked: Result = {"activation_budget": budget}
+    asked: planner.Budget | int = planner.Budget(activations=budget)
     for _ in range(_ATTEMPTS):
         try:
-            return planned(**asked), "budget" not in asked
+            return planned(budget=asked), not isinstance(asked, int)
         except InfeasibleBudgetError as refusal:
-            asked = {"budget": refusal.minimum_feasible_peak_bytes}
-    return planned(**asked), False
+            asked = refusal.minimum_feasible_peak_bytes
+    return planned(budget=asked), False
 
 
 def _step(model: Any, loaded: zoo.ZooModel) -> None:

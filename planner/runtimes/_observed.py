@@ -298,7 +298,7 @@ class ObservedCalls:
             if _drops(options) and not _drops(asked):
                 error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
                 raise
-            self._back_to(running, options)
+            self._back_to(running, options, before)
             self._is_fixed, self._is_said, self._to_watch, self._to_measure, self._to_agree = True, True, 0, 0, 0
             if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
                 uncounted = "what the step holds beside this call (a loss outside the model, other calls, other models)"
@@ -391,10 +391,10 @@ class ObservedCalls:
         if not self._running.plan_anew(options):
             self._running = self._start(options, None)
 
-    def _back_to(self, running: ReplannedModel, options: Options) -> None:
-        """Take the runtime and the options back that were in force."""
-        if self._running is running:
-            running.plan_anew(options)
+    def _back_to(self, running: ReplannedModel, options: Options, plan: Plan) -> None:
+        """Take the runtime, the options and the plan back that were in force."""
+        if self._running is running and not running.plan_anew(options):
+            running = self._start(options, plan)
         self._running, self._options = running, options
 
     # Outputs.

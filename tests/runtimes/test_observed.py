@@ -114,6 +114,17 @@ def test_a_budget_that_only_a_dropping_loop_keeps_is_tried(runtime: str) -> None
     assert "the loop holds the model's outputs" in refused.value.__notes__[0]
 
 
+@pytest.mark.parametrize("runtime", ["graph", "auto"])
+def test_the_plan_goes_on_where_none_has_room_for_gradients(runtime: str) -> None:
+    model = planner.auto_wrap(Scores(), **options(budget=smallest_bytes("graph", "dropped"), runtime=runtime))
+    model(*batch())["loss"].backward()
+    plan = planner.plan_of(model)
+    with pytest.warns(UserWarning, match="plan in force goes on, and does not count the gradients"):
+        model(*batch())["loss"].backward()
+    model(*batch())["loss"].backward()
+    assert planner.plan_of(model).peak_bytes == plan.peak_bytes
+
+
 def test_what_is_told_of_outputs_is_not_observed() -> None:
     least_bytes = smallest_bytes("graph", "dropped")
     model = planner.auto_wrap(Scores(), **options(budget=least_bytes, outputs="held", runtime="graph"))
