@@ -29,7 +29,9 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # what is imported, and what earlier ones left: each of the many collections to come would walk it
         (folder / f"{name}.{rank}.json").write_text(json.dumps(SCENARIOS[name](rank)), encoding="utf-8")
-    if dist.is_initialized() and "dies" not in names:
+    if "dies" in names:
+        os._exit(0)  # gloo still waits for the rank that is gone, and at times aborts at an exit ("terminate called")
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
