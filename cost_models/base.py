@@ -54,18 +54,20 @@ class OperationCost:
         What the kernel allocates beyond its outputs and frees before it returns; negative where it writes an output
         over an input that nobody reads afterwards.
     cold_seconds : float
-        What the first run takes on top. A recompute reads what was just made and writes where something was just
-        freed, so more of that is in a cache.
+        What a run takes on top if nothing that it reads is in a cache.
+    cold_share : float
+        How much of that the first run takes.
     """
 
     seconds: float
     workspace_bytes: int = 0
     cold_seconds: float = 0.0
+    cold_share: float = 1.0
 
     @property
     def first_seconds(self) -> float:
         """Time of the first run."""
-        return self.seconds + self.cold_seconds
+        return self.seconds + self.cold_share * self.cold_seconds
 
 
 class CostModel(Protocol):

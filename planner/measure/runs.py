@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 try:
     import resource
 except ImportError:  # Windows does not count them
     resource = None  # type: ignore[assignment]
 
-_PAGES = 1024
+_PAGES, _CALLS = 1024, 64
 
 _LITTLE = 0.1
 """Share of a run that page faults may take."""
@@ -65,3 +67,10 @@ def _seconds_of_one() -> float:
                 memory[page] = value
             took.append(time.perf_counter() - begun)
     return max(0.0, took[0] - took[1]) / _PAGES
+
+
+@cache
+def seconds_of_a_call() -> float:
+    """Return how long a call of a small operator takes."""
+    one = torch.ones(1)
+    return min(timed(lambda: [one.neg() for _ in range(_CALLS)])[1].seconds for _ in range(9)) / _CALLS

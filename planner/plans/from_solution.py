@@ -12,6 +12,7 @@ from planner.common.units import format_bytes, format_percent
 from planner.findings import step_rules
 from planner.findings.finding import Finding
 from planner.findings.rules import CapturedStep, Subject, examine
+from planner.ir.caches import seconds_more
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import find_layers
 from planner.ir.order import in_own_order, moved, order_of
@@ -76,6 +77,7 @@ def plan_from_solution(
         peak_bytes=evaluation.peak_bytes + static_bytes,
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
+        cache_seconds=seconds_more(graph, costs, schedule),
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
         minimum_feasible_peak_bytes=smallest_bytes,
         proven_minimum_peak_bytes=proven_bytes,

@@ -365,6 +365,8 @@ class Plan:
     """What the order as captured comes to, where there is another."""
     warnings: tuple[Finding, ...] = ()
     """What limits it, and what its costs leave out."""
+    cache_seconds: float = field(default=0.0, metadata={"at": "predicted.cache_seconds", "left_out": True})
+    """What the planned step takes longer than its runs cost, by what caches hold; negative for less."""
     eager: EagerStep | None = field(default=None, metadata={"left_out": True})
     """The model's own step: percentages are of its peak. None where it is not known, or is the step that is planned."""
     verification: Verification | None = field(default=None, metadata={"at": "measured", "left_out": True})
@@ -405,12 +407,12 @@ class Plan:
         """Return an overhead over the step without recompute as one over the model's own step, if that is known."""
         if self.eager is None or self.eager.step_seconds <= 0:
             return overhead
-        return (1 + overhead) * self.baseline_step_seconds / self.eager.step_seconds - 1
+        return ((1 + overhead) * self.baseline_step_seconds + self.cache_seconds) / self.eager.step_seconds - 1
 
     @property
     def step_seconds(self) -> float:
         """Predicted time of the planned step."""
-        return self.baseline_step_seconds + self.added_seconds
+        return self.baseline_step_seconds + self.added_seconds + self.cache_seconds
 
     @property
     def lower_bound_overhead(self) -> float:

@@ -23,7 +23,8 @@ OF_THE_GRAPH = ("assumes", "operations", "graph", OUTPUTS, LOSS)
 
 
 _MEASURED = (
-    "cost_model", "baseline_step_seconds", "recompute_seconds", "offloading", "lower_bound_seconds", "status",
+    "cost_model", "baseline_step_seconds", "recompute_seconds", "cache_seconds", "offloading", "lower_bound_seconds",
+    "status",
 )  # fmt: skip
 """What a plan says by its costs."""
 

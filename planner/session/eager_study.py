@@ -26,7 +26,8 @@ from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
-from planner.measure.devices import device_spec
+from planner.measure.costing import eager_costs
+from planner.measure.devices import device_here, device_spec
 from planner.plans.plan import Plan
 from planner.session.rank_consensus import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
 from planner.session.step import (
@@ -191,9 +192,12 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
         around = around.without("gradients")  # they are seen in the step
     step = lower_eager(trace, model, tensors, context_of(model, spec, around, options))
     costing = cost(model, step.lowered, spec, options)
+    calls = 0 if options.target.profile else trace.operators
+    timed = eager_costs(step.lowered.graph, costing, device_here(of_model(model), spec), calls)
     free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
     costs = [
-        free if node is None else own for node, own in zip(step.lowered.operation_nodes, costing.costs, strict=True)
+        free if node is None and index != step.lowered.graph.loss_index else timed[index]
+        for index, node in enumerate(step.lowered.operation_nodes)
     ]
     outside_bytes = trace.outside_bytes if trace.outside_bytes > spec.alignment_bytes else 0
     problems = problems_of(

@@ -53,6 +53,7 @@ from planner.findings import model_rules
 from planner.findings.finding import Finding, Severity, collapsed
 from planner.findings.rules import Subject, examine
 from planner.ir.builder import StepContext
+from planner.ir.caches import in_base_order
 from planner.ir.graph import OperationCost, Phase, TrainingGraph, chooses
 from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
@@ -286,8 +287,9 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     is_compiled = step.lowered.is_compiled
     in_place = in_kernels(step.lowered) if is_compiled else joined(step.lowered.graph, step.may_overwrite, costs)
     if not (is_compiled or is_fake(model) or options.target.profile):
-        costs = captured_costs(step.lowered, costing, in_place.over, device_here(of_model(model), step.spec))
-    joined_costs = in_place.costs(costs)
+        here = device_here(of_model(model), step.spec)
+        costs = captured_costs(step.lowered, costing, in_place.over, here, len(list(model.parameters())))
+    joined_costs = in_base_order(in_place.graph, in_place.costs(costs))
     if is_compiled:
         joined_costs = results_over_inputs(step.lowered, in_place, joined_costs)
     single = Problem(graph=step.lowered.graph, costs=costs, budget_bytes=0)

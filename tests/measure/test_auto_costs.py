@@ -52,7 +52,8 @@ def study(**options: Any) -> planner.Study:
 
 
 def seconds(step: planner.Study) -> list[float]:
-    return [cost.seconds for cost in step.costs]
+    """Return what operations take, without the host's part, which stands at the loss."""
+    return [0.0 if index == step.graph.loss_index else cost.seconds for index, cost in enumerate(step.costs)]
 
 
 def test_a_real_model_on_a_device_that_is_here_is_measured() -> None:
@@ -102,6 +103,32 @@ def test_what_writes_over_its_input_costs_what_that_takes(monkeypatch: pytest.Mo
     assert any(operation.then for operation in step.graph.operations)
     for operation, cost in zip(step.graph.operations, step.costs, strict=True):
         assert not operation.signature or cost.seconds == 1.0 + 5.0 * len(operation.then)
+
+
+def test_what_is_read_from_memory_is_timed_before_a_cache_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def several(call: Any, trials: profiling.Trials, before: Any) -> list[float]:
+        order.append("hot" if trials.seconds else "cold")
+        return [1.0 if trials.seconds else 3.0]
+
+    monkeypatch.setattr(profiling, "_several", several)
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    given.meta["val"] = torch.empty(4, device="meta")
+    call = profiling._Call(graph.call_function(torch.ops.aten.neg.default, (given,)), None, 0)
+    found = profiling._time(call, CPU, profiling.QUICK, torch.empty(1 << 20, dtype=torch.uint8))
+    assert (order, found.seconds, found.cold_seconds) == (["cold", "hot"], 1.0, 2.0)
+
+
+def test_the_host_costs_what_eager_calls_and_what_a_captured_step_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "seconds_of_a_call", lambda: 1.0)
+    step, parameters = study(), len(list(Stack().parameters()))
+    host = step.costs[step.graph.loss_index].seconds
+    assert host == costing._CAPTURED_STEP + costing._PARAMETER * parameters
+    assert step.origin.eager is not None
+    calls = int(step.origin.eager.step_seconds) / costing._EAGER_CALL
+    assert calls == int(calls) > len(step.graph.operations)
 
 
 def test_an_operation_in_place_is_called_as_the_step_calls_it() -> None:

@@ -79,6 +79,7 @@ class Trace:
     ``depends_on_data`` that only data tell what runs, and ``draws`` that numbers tell which the step drew.
     ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
     it gives a cache of keys and values back, ``repeats`` that an operator gave one tensor for two of its results.
+    ``operators`` is how many were called, views among them.
     """
 
     runs: list[Run]
@@ -93,6 +94,7 @@ class Trace:
     outside_bytes: int = 0
     returned_cache: bool = False
     repeats: bool = False
+    operators: int = 0
     gradients: dict[str, int] = field(default_factory=dict)
     """Storages of the gradients of parameters, by their paths."""
     found: list[int] = field(default_factory=list)
@@ -181,6 +183,7 @@ class Recorder(StepRecorder[Run]):
         """End the step; live storages outlive it."""
         super().finish()
         self.trace.draws = self._drawn.decide
+        self.trace.operators = self._called.total()
         for storage in self.storages:
             if storage.is_number:
                 storage.died = self.now
