@@ -35,6 +35,7 @@ ALLOCATED_GOAL, RESERVED_GOAL = 0.005, 0.03
 
 MODELS = ("gpt2-774m", "vit-b16", "llama-7b", "resnet152", "bert-large")
 LARGEST = "gpt2"
+PEERS = ("gpt2-774m", "vit-b16", "resnet50", "llama-7b", "unet")
 SMALL = {
     "gpt2-774m": {"batch_size": 2, "seq_len": 256, "layers": 2, "dtype": "bfloat16"},
     "vit-b16": {"batch_size": 8, "image_size": 224, "layers": 2, "dtype": "bfloat16"},
@@ -42,6 +43,8 @@ SMALL = {
     "resnet152": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
     "bert-large": {"batch_size": 2, "seq_len": 128, "layers": 2, "dtype": "bfloat16"},
     "gpt2": {"batch_size": 2, "seq_len": 128, "layers": 1, "dtype": "bfloat16"},
+    "resnet50": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
+    "unet": {"batch_size": 1, "image_size": 64, "dtype": "bfloat16"},
 }
 """Sizes of a rehearsal: enough to see that everything runs."""
 
@@ -79,7 +82,7 @@ def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]
     yield case("offload", 60, MODELS[0], **moved)
     yield case("largest", 90, LARGEST, cap_bytes=_GIB // 2 if rehearsal else 24 * _GIB)
     yield case("snapshot", 30, LARGEST, budgets=["60%"])
-    yield case("compiled", 80, LARGEST, budgets=["60%"])
+    yield from (case("peers", 100, name) for name in PEERS)
     for name in MODELS:
         yield case("model", 45, name, budgets=["80%", "40%"], eager=False, **profiled)
     yield from (case("offload", 60, name, **moved) for name in MODELS[1:3])

@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_map_only
 import planner
 from benchmarks.attention import differences
 from benchmarks.common import Result
+from benchmarks.peers import compiled_peers, peers
+from benchmarks.steps import use
 from planner import api, zoo
 from planner.capture import fake_mode
 from planner.capture.inputs import run_step
@@ -133,7 +135,7 @@ def _tiny(case: Result) -> Rows:
         try:
             model = made()
             options = {"runtime": runtime, "offload": offload, "time_limit_seconds": 1}
-            _wrap(model, (x,), {}, {"activation_budget": "60%", **options})
+            _wrap(model, (x,), {}, {"budget": "60%", **options})
             apart = distance(steps[0], _left_behind(model, lambda model=model: model(x)))
             row |= _predicted(planner.plan_of(model)) | _measured(lambda model=model: model(x).backward(), model)
             row |= {
@@ -215,17 +217,42 @@ def _offload(case: Result) -> Rows:
     loaded = _built(case)
     yield {"what": "eager", "model": case["model"], **_measured(lambda: _step(loaded.model, loaded), loaded.model)}
     for budget, offload in product(case["budgets"], (False, True)):
-        row: Result = {"what": f"{'offload' if offload else 'recompute'}, {budget}", "model": case["model"]}
+        yield _planned(case, loaded, f"{'offload' if offload else 'recompute'}, {budget}", budget, offload=offload)
+
+
+def _peers(case: Result) -> Rows:
+    """Train under what people use, and under a plan for the measured peak of each, compiled where that is."""
+    yield {}
+    loaded = _built(case)
+    for peer in (*peers([])[:4], *compiled_peers([0.5])[1:]):
+        torch.compiler.reset()
+        row: Result = {"model": case["model"], "what": peer.name}
         try:
-            options = {"offload": offload, "time_limit_seconds": case["solve_seconds"]}
-            _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": budget, **options})
-            row |= _predicted(planner.plan_of(loaded.model))
-            row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
-        except Exception as error:
+            with peer.put_in(loaded) as call:
+                use(loaded.model, call)
+                row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
+        except Exception as error:  # the next way is to run all the same
             row |= _failed(error)
-        with suppress(PlannerError):
-            planner.unwrap(loaded.model)
+        use(loaded.model, None)
         yield row
+        if peer.name != "eager" and "seconds" in row:
+            runtime, budget = "inductor" if peer.compiles else "auto", row["measured_allocated_bytes"]
+            yield _planned(case, loaded, f"planned at the peak of {peer.name}", budget, runtime=runtime)
+
+
+def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, **options: Any) -> Result:
+    """Train under a plan, and say what it predicted."""
+    row: Result = {"what": what, "model": case["model"]}
+    try:
+        options["time_limit_seconds"] = case["solve_seconds"]
+        _wrap(loaded.model, (), loaded.example_kwargs, {"budget": budget, **options})
+        row |= _predicted(planner.plan_of(loaded.model))
+        row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
+    except Exception as error:
+        row |= _failed(error)
+    with suppress(PlannerError):
+        planner.unwrap(loaded.model)
+    return row
 
 
 def _largest(case: Result) -> Rows:
@@ -268,32 +295,11 @@ def _largest(case: Result) -> Rows:
             yield {**row, "what": what, "batch": batch, **_failed(error)}
 
 
-def _compiled(case: Result) -> Rows:
-    """Train a model by torch.compile, alone and under a plan."""
-    yield {}
-    for planned in (False, True):
-        torch.compiler.reset()
-        loaded = _built(case)
-        row: Result = {"model": case["model"], "what": "compiled" + (" and planned" if planned else "")}
-        try:
-            model: Any = loaded.model
-            if planned:
-                options = {"runtime": "inductor", "time_limit_seconds": case["solve_seconds"]}
-                _wrap(model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], **options})
-                row |= _predicted(planner.plan_of(model))
-            else:
-                model = torch.compile(model)
-            row |= _measured(lambda model=model, loaded=loaded: _step(model, loaded), loaded.model)
-        except Exception as error:
-            row |= _failed(error)
-        yield row
-
-
 def _snapshot(case: Result) -> Rows:
     """Write down every allocation of one planned step, for pytorch.org/memory_viz."""
     yield {}
     loaded = _built(case)
-    _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], "time_limit_seconds": 1})
+    _wrap(loaded.model, (), loaded.example_kwargs, {"budget": case["budgets"][0], "time_limit_seconds": 1})
     _step(loaded.model, loaded)
     torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")  # those of C++ take minutes
     _step(loaded.model, loaded)
@@ -311,18 +317,18 @@ def _built(case: Result) -> zoo.ZooModel:
 
 def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> None:
     """Plan a model for a budget, or for the least that is known to be feasible."""
-    budget = options.pop("activation_budget")
+    budget = options.pop("budget")
     _or_the_least(
         partial(api.auto_wrap, model, planner.Inputs.of(args or None, kwargs or None), **grouped(**options)), budget
     )
 
 
-def _or_the_least(planned: Callable[..., Any], budget: str) -> tuple[Any, bool]:
-    """Plan for a budget, or for the least that is known to be feasible, which blocks of the allocator may move."""
-    asked: planner.Budget | int = planner.Budget(activations=budget)
+def _or_the_least(planned: Callable[..., Any], budget: str | int) -> tuple[Any, bool]:
+    """Plan for a share of the activations or for bytes of the device, or for the least that is known to be feasible."""
+    asked: planner.Budget | int = budget if isinstance(budget, int) else planner.Budget(activations=budget)
     for _ in range(_ATTEMPTS):
         try:
-            return planned(budget=asked), not isinstance(asked, int)
+            return planned(budget=asked), asked == budget or not isinstance(asked, int)
         except InfeasibleBudgetError as refusal:
             asked = refusal.minimum_feasible_peak_bytes
     return planned(budget=asked), False
@@ -389,8 +395,8 @@ CASES: dict[str, Callable[[Result], Rows]] = {
     "tiny": _tiny,
     "model": _model,
     "offload": _offload,
+    "peers": _peers,
     "largest": _largest,
-    "compiled": _compiled,
     "snapshot": _snapshot,
 }
 

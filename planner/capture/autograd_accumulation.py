@@ -40,6 +40,19 @@ _BLOCK = 60
 """Rows and columns that ``copy_transpose_valid`` of ATen's ``Copy.cpp`` turns at a time, in a block of its own."""
 
 
+_ZEROS = (aten.new_zeros.default, aten.zeros_like.default)
+
+_INTO_ZEROS = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.put.default: aten.put_.default,
+}
+"""What derivatives write into zeros that they just made: in place, but beside them for tensors of a subclass
+(``areAnyTensorSubclassLike`` of ATen's ``FunctionsManual.cpp``), as fake ones are."""
+
+
 @dataclass(frozen=True)
 class GradientCopies:
     """Which gradients autograd copies at the end, by their positions."""
@@ -92,6 +105,8 @@ class EngineSums:
     def __init__(self, device: torch.device) -> None:
         """Probe how often summands are referenced; call it in the mode of the step, before recording."""
         self._is_between = False
+        self._zeros: int | None = None
+        """The storage of the zeros that the derivative at work made last."""
         self._alone = _references_alone(device)
         """How often a tensor and its storage are referred to that the engine alone holds."""
 
@@ -108,16 +123,24 @@ class EngineSums:
                 node.register_prehook(self._begins)
                 node.register_hook(self._ended)
 
-    def is_in_place(self, function: Any, args: Sequence[Any]) -> bool:
-        """Whether a dispatched call is a sum that the engine would make in place if it were not recorded.
+    def unrecorded(self, function: Any, args: Sequence[Any]) -> Any:
+        """Return what would be called if nothing were recorded: sums, and what is written into zeros, in place.
 
         To be asked by ``__torch_dispatch__`` itself: who called that says whether it was the engine.
         """
-        if not self._is_between or function is not aten.add.Tensor or not is_called_by_engine(2):
-            return False
+        is_sum = self._is_between and function is aten.add.Tensor
+        if not (is_sum or function in _INTO_ZEROS) or not is_called_by_engine(2):
+            return function
+        if not is_sum:
+            return _INTO_ZEROS[function] if storage_id(args[0]) == self._zeros else function
         held, added = args
         is_alike = (held.shape, held.dtype) == (added.shape, added.dtype)
-        return is_alike and is_dense(held) and references(held) == self._alone
+        return aten.add_.Tensor if is_alike and is_dense(held) and references(held) == self._alone else function
+
+    def made(self, function: Any, result: Any) -> None:
+        """Hear what a call returned."""
+        if function in _ZEROS:
+            self._zeros = storage_id(result)
 
     def is_taken_over(self, function: Any, args: Sequence[Any]) -> bool:
         """Whether a dispatched call copies a sparse gradient that its parameter would steal if it were not recorded."""
@@ -128,7 +151,7 @@ class EngineSums:
         return is_alone and all(part.is_contiguous() for part in strided_parts(args[0]))
 
     def _begins(self, *_gradients: Any) -> None:
-        self._is_between = False
+        self._is_between, self._zeros = False, None
 
     def _ended(self, *_gradients: Any) -> None:
         self._is_between = True

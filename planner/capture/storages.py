@@ -297,9 +297,10 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             return NotImplemented  # it is computed with local tensors, and that is seen
         if self.sums.is_taken_over(function, args):
             return args[0]
-        if self.sums.is_in_place(function, args):
-            function = torch.ops.aten.add_.Tensor
-        return self.watch(function, args, kwargs)
+        function = self.sums.unrecorded(function, args)
+        result = self.watch(function, args, kwargs)
+        self.sums.made(function, result)
+        return result
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run and record a call."""

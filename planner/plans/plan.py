@@ -404,10 +404,14 @@ class Plan:
         return self.recompute_seconds + (self.offloading.stall_seconds if self.offloading else 0.0)
 
     def over_eager(self, overhead: float) -> float:
-        """Return an overhead over the step without recompute as one over the model's own step, if that is known."""
+        """Return an overhead over the step without recompute as one over the model's own step, if that is known.
+
+        Where something is recomputed, caches hold what they hold for this plan.
+        """
         if self.eager is None or self.eager.step_seconds <= 0:
             return overhead
-        return ((1 + overhead) * self.baseline_step_seconds + self.cache_seconds) / self.eager.step_seconds - 1
+        cache_seconds = self.cache_seconds if overhead > 0 else 0.0
+        return ((1 + overhead) * self.baseline_step_seconds + cache_seconds) / self.eager.step_seconds - 1
 
     @property
     def step_seconds(self) -> float:

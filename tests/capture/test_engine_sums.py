@@ -86,10 +86,43 @@ def test_sums_are_in_place_where_autograd_makes_them_so(case: str) -> None:
     trace = record(model, Inputs((x,), {}))
     in_place = sum(run.node.target is torch.ops.aten.add_.Tensor for run in trace.runs)
     assert in_place == sums_in_place(model(x))
+    verified_as_recorded(model, x)
+
+
+def verified_as_recorded(model: nn.Module, x: torch.Tensor) -> None:
     plan = planner.plan(model, x, runtime="modules", budget="100%", search=planner.Search(compare=False))
     measured = planner.verify(model, x, plan, timed_steps=1)
     assert measured.exact
     assert plan.peak_bytes - 1024 <= measured.peak_bytes <= plan.peak_bytes
+
+
+class Spreading(torch.autograd.Function):
+    """A program's own derivative writes beside its zeros."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x[:, ROWS]
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.new_zeros(SIZE, SIZE).index_add(1, ROWS, gradient)
+
+
+ROWS = torch.arange(SIZE // 2)
+PICKED: dict[str, Use] = {
+    "gather": lambda h, w: h.gather(1, ROWS.expand(SIZE, -1)) * w[0, : SIZE // 2],
+    "topk": lambda h, w: h.topk(SIZE // 2, 1).values * w[0, : SIZE // 2],
+    "index_select": lambda h, w: h.index_select(1, ROWS) * w[0, : SIZE // 2],
+    "index": lambda h, w: h[:, ROWS] * w[0, : SIZE // 2],
+    "take": lambda h, w: h.take(torch.arange(SIZE)) * w[0],
+    "its own": lambda h, w: Spreading.apply(h) * w[0, : SIZE // 2],  # type: ignore[no-untyped-call]
+}
+"""What reads a part of a value: the gradient is written into zeros."""
+
+
+@pytest.mark.parametrize("case", PICKED)
+def test_derivatives_write_into_zeros_in_place_but_for_a_programs_own(case: str) -> None:
+    verified_as_recorded(Uses(use=PICKED[case]), torch.randn(SIZE, SIZE))
 
 
 class Hooked(Layers, weight=lambda: nn.Parameter(torch.ones(SIZE, SIZE))):

@@ -14,7 +14,9 @@ from tests.tiers import tiered
 gpu.required()
 
 
-@pytest.mark.parametrize("case", tiered(["snapshot", "model", "tiny", "offload", "largest"], quick=["snapshot"]))
+@pytest.mark.parametrize(
+    "case", tiered(["snapshot", "model", "tiny", "offload", "peers", "largest"], quick=["snapshot"])
+)
 @gpu.only_fake
 def test_a_rehearsal_has_no_errors(case: str, tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"

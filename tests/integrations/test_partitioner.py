@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config
@@ -19,6 +21,7 @@ from planner.integrations.partitioner_internals import Knapsack, Step
 from planner.zoo.modules import MiniGPT
 from tests.runtimes import steps
 from tests.runtimes.steps import assert_same, train
+from tests.tiers import tiered
 
 TOKENS = torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(1))
 BACKEND = "aot_eager_decomp_partition"
@@ -43,19 +46,47 @@ class AtManyBudgets(Knapsack):
         return list(range(len(memory))), []
 
 
+class Llama(nn.Module):
+    """Layers like those of PyTorch's issue 197838, at whose smallest ratio the peak is four times that at a larger."""
+
+    def __init__(self, layers: int, width: int = 256) -> None:
+        super().__init__()
+        parts = {
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 5 * width),
+            "down": (5 * width // 2, width),
+        }
+        linear = {name: nn.Linear(*sizes, bias=False) for name, sizes in parts.items()}
+        self.layers = nn.ModuleList(nn.ModuleDict(copy.deepcopy(linear)) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            heads = layer["qkv"](F.rms_norm(x, x.shape[-1:])).unflatten(-1, (12, -1)).transpose(1, 2).chunk(3, 1)
+            x = x + layer["out"](F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+            gate, up = layer["up"](F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
+            x = x + layer["down"](F.silu(gate) * up)
+        return x.square().mean()
+
+
 def compiled(solver: Any, *, ratio: float = 1e-6, dropout: float = 0.1) -> tuple[nn.Module, Any]:
     """Return a model, and the same compiled by a first step."""
-    torch.compiler.reset()
     torch.manual_seed(0)
     model = MiniGPT(layers=2, width=32, heads=2, hidden=128, vocabulary=64, positions=64, dropout=dropout)
+    return model, compiled_step(model, (TOKENS, TOKENS), solver, ratio)
+
+
+def compiled_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], solver: Any, ratio: float = 1e-6) -> Any:
+    torch.compiler.reset()
     run = torch.compile(model, backend=BACKEND, dynamic=False)
     with config.patch(activation_memory_budget=ratio, activation_memory_budget_solver=solver):
-        run(TOKENS, TOKENS).backward()
-    return model, run
+        run(*inputs).backward()
+    return run
 
 
-def measured_bytes(model: nn.Module, run: Any) -> int:
-    return steps.measured_bytes(run, (TOKENS, TOKENS)) + sum(tensor.nbytes for tensor in (*model.parameters(), TOKENS))
+def measured_bytes(model: nn.Module, run: Any, inputs: tuple[torch.Tensor, ...] = (TOKENS, TOKENS)) -> int:
+    resident = (*model.parameters(), inputs[0])
+    return steps.measured_bytes(run, inputs) + sum(tensor.nbytes for tensor in resident)
 
 
 def test_a_larger_budget_never_costs_more_and_torch_is_not_better() -> None:
@@ -85,6 +116,24 @@ def test_the_measured_peak_is_within_the_budget() -> None:
         predicted_bytes = solver.choices[0].peak_bytes
         assert 0.99 * predicted_bytes <= measured_bytes(model, run) + reserve_bytes <= predicted_bytes <= budget_bytes
         assert_same(expected, train(run, (TOKENS, TOKENS)), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("layers", tiered([4, 32], quick=[4]))
+def test_peaks_follow_a_budget_in_bytes_where_they_do_not_follow_a_ratio(layers: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = Llama(layers), (torch.randn(4, 256, 256),)
+
+    def peak_bytes(solver: Any, ratio: float = 1e-6) -> int:
+        return measured_bytes(model, compiled_step(model, inputs, solver, ratio), inputs)
+
+    of_ratios = [peak_bytes("dp", ratio) for ratio in (0.3, 0.15, 0.05, 0.02)]
+    budgets = [int(share * min(of_ratios)) for share in (1.0, 0.85, 0.7)]
+    of_budgets = [peak_bytes(planner.knapsack(budget_bytes)) for budget_bytes in budgets]
+    print(
+        f"{layers} layers: {[round(n / 2**20, 1) for n in of_ratios]}, {[round(n / 2**20, 1) for n in of_budgets]} MiB"
+    )
+    assert of_budgets == sorted(of_budgets, reverse=True)
+    assert all(peak <= budget for peak, budget in zip(of_budgets, budgets, strict=True))
 
 
 def test_sizes_that_are_symbols_are_refused() -> None:
