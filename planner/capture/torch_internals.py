@@ -542,8 +542,7 @@ def stop_history(device: torch.device) -> list[tuple[int, int]]:
 
 def is_watched() -> bool:
     """Whether a user's dispatch mode is on, such as ``FlopCounterMode``: Dynamo then compiles nothing."""
-    asked = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", None)  # since Dynamo looks at the stack
-    return bool(asked() if asked else _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False))
+    return bool(_python_dispatch.any_torch_dispatch_mode_on_stack())
 
 
 def is_transformed() -> bool:
@@ -621,11 +620,6 @@ def eager_kernels(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
         yield
 
 
-DIFFERENTIATING: dict[str, Any] = (
-    {"trace_autograd_ops": True} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
-)
-"""What a forward differentiates (gradient penalties, force fields) is part of the step, where Dynamo follows that."""
-
 _RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"
 _check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
 
@@ -644,7 +638,7 @@ def dynamo_settings() -> Iterator[None]:
         assume_static_by_default=True,
         automatic_dynamic_shapes=True,  # but by _has_changed: of numbers, not of sizes
         allow_unspec_int_on_nn_module=True,
-        **DIFFERENTIATING,
+        trace_autograd_ops=True,  # what a forward differentiates (penalties, force fields) is part of the step
         # The methods of loggers; libraries add theirs when they are imported.
         ignore_logging_functions=_Functions(method for method in vars(logging.Logger).values() if callable(method)),
         suppress_errors=False,
