@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from sys import getrefcount
 from typing import Any
 
@@ -105,8 +106,8 @@ class EngineSums:
                 # A hook would hold the gradients while it runs. What it runs is called by Python, so it is between.
                 self._is_between = True
             else:
-                node.register_prehook(self._begins)
-                node.register_hook(self._ended)
+                node.register_prehook(partial(self._note, False))
+                node.register_hook(partial(self._note, True))
 
     def is_in_place(self, function: Any, args: Sequence[Any]) -> bool:
         """Whether a dispatched call is a sum that the engine would make in place if it were not recorded.
@@ -127,11 +128,8 @@ class EngineSums:
         is_alone = self._alone is not None and uses(args[0]) == self._alone[0] + 1 and getrefcount(args[0]) <= 3
         return is_alone and all(part.is_contiguous() for part in strided_parts(args[0]))
 
-    def _begins(self, *_gradients: Any) -> None:
-        self._is_between = False
-
-    def _ended(self, *_gradients: Any) -> None:
-        self._is_between = True
+    def _note(self, is_between: bool, *_gradients: Any) -> None:
+        self._is_between = is_between
 
 
 class _Probe(TorchDispatchMode):

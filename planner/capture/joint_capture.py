@@ -315,9 +315,8 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
             raise
         if isinstance(unknown.meta["example_value"], torch.Tensor):
             source = places_of(graph_module.graph)[unknown].source
-            what = (
-                f"with what {_called(unknown)} gives, whose size depends on data{f' (at {source})' if source else ''}"
-            )
+            called = getattr(unknown.target, "__name__", None) or str(unknown.target)
+            what = f"with what {called} gives, whose size depends on data{f' (at {source})' if source else ''}"
         else:
             what = f"with a whole number that it draws or reads from a tensor (randint, int(x)){raised_at(error)}"
         raise CaptureError(f"the forward computes {what}, so sizes or positions differ from call to call") from error
@@ -326,10 +325,6 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
 def _is_unknown(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return any(map(is_drawn, value.shape if isinstance(value, torch.Tensor) else [value]))
-
-
-def _called(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", None) or str(node.target)
 
 
 @dataclass(frozen=True, eq=False)
