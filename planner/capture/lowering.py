@@ -303,7 +303,9 @@ def runs_after(lowered: LoweredGraph) -> dict[int, tuple[int, ...]]:
             # Autograd runs it: once all is there, or between forward and backward, which is where it stays anyway.
             after[index].update(range(index))
             continue
-        after[index].update(_sources_of_numbers(lowered, node, index_of))
+        # What makes what it is called with and that is no tensor of the step.
+        read = sources(node.all_input_nodes, lambda at: at.all_input_nodes if at in lowered.alias_nodes else ())
+        after[index].update(index_of[at] for at in read if at in index_of and not lowered.storage_of.get(at))
         if _is_chained(node):
             if chained is not None:
                 after[index].add(chained)
@@ -330,9 +332,3 @@ def _is_chained(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or target.namespace not in _PURE or is_opaque(target):
         return True
     return is_random(node) or is_collective(node)
-
-
-def _sources_of_numbers(lowered: LoweredGraph, node: fx.Node, index_of: dict[fx.Node, int]) -> set[int]:
-    """Return the operations that make what a node is called with and that is no tensor of the step."""
-    read = sources(node.all_input_nodes, lambda source: source.all_input_nodes if source in lowered.alias_nodes else ())
-    return {index_of[source] for source in read if source in index_of and not lowered.storage_of.get(source)}

@@ -408,12 +408,8 @@ def not_compiled_alone(function: CallT) -> CallT:
 def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
     """Call a function at the end of the backward through these outputs."""
     engine = torch.autograd.Variable._execution_engine
-
-    def comes(_gradients: Any) -> None:
-        engine.queue_callback(call)
-
     for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-        node.register_prehook(comes)
+        node.register_prehook(lambda _gradients: engine.queue_callback(call))
 
 
 def depends_on_data(error: BaseException | None) -> bool:
