@@ -22,7 +22,7 @@ from torch.autograd import set_detect_anomaly
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.joint import JointGraph, is_backward, sources, tensors_of
+from planner.capture.joint import JointGraph, is_backward, sources, storages_of
 from planner.capture.torch_internals import (
     accumulates_gradient,
     is_called_by_engine,
@@ -194,9 +194,8 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    storages = {storage_id(tensor) for tensor in tensors_of(node)}
-    found = (n for n in node.all_input_nodes if not storages.isdisjoint(map(storage_id, tensors_of(n))))
-    return next(found, None)
+    storages = storages_of([node])
+    return next((source for source in node.all_input_nodes if not storages.isdisjoint(storages_of([source]))), None)
 
 
 def _has_one_reader(node: fx.Node) -> bool:

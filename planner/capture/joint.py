@@ -18,6 +18,7 @@ from planner.capture.torch_internals import (
     OpOverload,
     TangentAOTInput,
     is_mutable,
+    storage_id,
     written_arguments,
 )
 
@@ -117,6 +118,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     val = node.meta.get("val")
     leaves = val if isinstance(val, (list, tuple)) else [val]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return what identifies the storages of nodes' recorded outputs."""
+    return {storage_id(tensor) for node in nodes for tensor in tensors_of(node)}
 
 
 def is_backward(node: fx.Node) -> bool:
