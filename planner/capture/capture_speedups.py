@@ -42,8 +42,7 @@ def _without_unread_logs() -> Iterator[None]:
     """Skip AOTAutograd's graph dumps if no log wants them: it formats them before it checks."""
     with ExitStack() as stack:
         for name, nothing in _WRITE_GRAPHS.items():
-            written = _if_read(getattr(graph_compile, name), nothing)
-            stack.enter_context(patch.object(graph_compile, name, written))
+            stack.enter_context(patch.object(graph_compile, name, _if_read(getattr(graph_compile, name), nothing)))
         yield
 
 

@@ -543,9 +543,7 @@ def is_watched() -> bool:
 
 def is_transformed() -> bool:
     """Whether other code is tracing, exporting or transforming (``torch.func``) the current call."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
-        return True
-    return is_in_torch_func()
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() or is_in_torch_func()  # type: ignore[attr-defined]
 
 
 def is_in_torch_func() -> bool:

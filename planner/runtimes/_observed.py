@@ -632,10 +632,9 @@ def _warn_of(optimizer: Optimizer, kept_bytes: int, model: str, plan: Plan) -> N
 
 def _after_optimizer_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Let each wrapped model look at an optimizer that steps for the first time."""
-    if torch.compiler.is_compiling():
-        return
-    for calls in list(_observed):
-        calls.see_optimizer(optimizer)
+    if not torch.compiler.is_compiling():
+        for calls in list(_observed):
+            calls.see_optimizer(optimizer)
 
 
 register_optimizer_step_post_hook(_after_optimizer_step)
