@@ -21,8 +21,7 @@ from planner.plans.allocator import MIN_BLOCK_BYTES
 
 aten = torch.ops.aten
 
-_LARGE = ("sm80", "sm90", "sm100", "sm103")
-"""Architectures of data centers' GPUs, whose multiprocessors run more and have more memory."""
+_LARGE = ("sm80", "sm90", "sm100", "sm103")  # data centers' GPUs, whose multiprocessors run more and have more memory
 
 _Rule = Callable[..., int]
 """From a node, the device and the tensors among the node's arguments to bytes."""
