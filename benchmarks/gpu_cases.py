@@ -248,6 +248,8 @@ def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, *
         _wrap(loaded.model, (), loaded.example_kwargs, {"budget": budget, **options})
         row |= _predicted(planner.plan_of(loaded.model))
         row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
+    except InfeasibleBudgetError as error:
+        row |= {"status": "infeasible", "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
     except Exception as error:
         row |= _failed(error)
     with suppress(PlannerError):

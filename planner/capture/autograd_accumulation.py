@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from sys import getrefcount
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.autograd import set_detect_anomaly
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.joint import JointGraph, is_backward, sources, tensors_of
+from planner.capture.joint import JointGraph, is_backward, sources, storages_of
 from planner.capture.torch_internals import (
     accumulates_gradient,
     is_called_by_engine,
@@ -120,8 +121,8 @@ class EngineSums:
                 # A hook would hold the gradients while it runs. What it runs is called by Python, so it is between.
                 self._is_between = True
             else:
-                node.register_prehook(self._begins)
-                node.register_hook(self._ended)
+                node.register_prehook(partial(self._note, False))
+                node.register_hook(partial(self._note, True))
 
     def unrecorded(self, function: Any, args: Sequence[Any]) -> Any:
         """Return what would be called if nothing were recorded: sums, and what is written into zeros, in place.
@@ -150,11 +151,8 @@ class EngineSums:
         is_alone = self._alone is not None and uses(args[0]) == self._alone[0] + 1 and getrefcount(args[0]) <= 3
         return is_alone and all(part.is_contiguous() for part in strided_parts(args[0]))
 
-    def _begins(self, *_gradients: Any) -> None:
-        self._is_between, self._zeros = False, None
-
-    def _ended(self, *_gradients: Any) -> None:
-        self._is_between = True
+    def _note(self, is_between: bool, *_gradients: Any) -> None:
+        self._is_between, self._zeros = is_between, None
 
 
 class _Probe(TorchDispatchMode):
@@ -219,9 +217,8 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    storages = {storage_id(tensor) for tensor in tensors_of(node)}
-    found = (n for n in node.all_input_nodes if not storages.isdisjoint(map(storage_id, tensors_of(n))))
-    return next(found, None)
+    storages = storages_of([node])
+    return next((source for source in node.all_input_nodes if not storages.isdisjoint(storages_of([source]))), None)
 
 
 def _has_one_reader(node: fx.Node) -> bool:

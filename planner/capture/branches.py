@@ -152,13 +152,13 @@ class _Origin:
 
     def has_floats(self) -> bool:
         """Whether any of it is of a type that autocast changes."""
-        values = (value for node in self.nodes if (value := _tensor(node)) is not None)
+        values = (value for node in self.nodes if (value := example_of(node)) is not None)
         return any(value.is_floating_point() or value.is_complex() for value in values)
 
 
 def _is_as_made(node: fx.Node) -> bool:
     """Whether a node is an input or a call, has no gradient, and nothing was written into it."""
-    value = _tensor(node)
+    value = example_of(node)
     if value is not None and (value.requires_grad or value.is_inference() or version_of(value)):
         return False
     return node.op in ("placeholder", "call_function", "call_method")
@@ -173,7 +173,7 @@ def _size_of_input(node: fx.Node) -> tuple[fx.Node, int] | None:
     if node.op == "placeholder" or not isinstance(size, torch.SymInt):
         return None
     for given in node.graph.find_nodes(op="placeholder"):
-        for dimension, other in enumerate(getattr(_tensor(given), "shape", ())):
+        for dimension, other in enumerate(getattr(example_of(given), "shape", ())):
             is_same = isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
             if is_same and not isinstance(given_to(given), nn.Parameter):
                 return given, dimension
@@ -191,8 +191,9 @@ def _names(origin: _Origin) -> str:
     return "+".join(sorted(names))
 
 
-def _tensor(node: fx.Node) -> torch.Tensor | None:
-    value = node.meta.get("example_value")
+def example_of(node: Any) -> torch.Tensor | None:
+    """Return the tensor that Dynamo traced a node with, if it is a node and that is a tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 

@@ -42,8 +42,7 @@ def _without_unread_logs() -> Iterator[None]:
     """Skip AOTAutograd's graph dumps if no log wants them: it formats them before it checks."""
     with ExitStack() as stack:
         for name, nothing in _WRITE_GRAPHS.items():
-            if (write := getattr(graph_compile, name, None)) is not None:
-                stack.enter_context(patch.object(graph_compile, name, _if_read(write, nothing)))
+            stack.enter_context(patch.object(graph_compile, name, _if_read(getattr(graph_compile, name), nothing)))
         yield
 
 
@@ -69,9 +68,8 @@ def _sizes_computed_once() -> Iterator[None]:
     known: dict[Any, tuple[Any, bool]] = {}
     with ExitStack() as stack:
         for name, result_type in _ARITHMETIC.items():
-            if (compute := getattr(SymNode, f"_{name}", None)) is not None:
-                remembered = _remembered(name, compute, result_type, known)
-                stack.enter_context(patch.object(SymNode, f"_{name}", remembered))
+            remembered = _remembered(name, getattr(SymNode, f"_{name}"), result_type, known)
+            stack.enter_context(patch.object(SymNode, f"_{name}", remembered))
         yield
 
 

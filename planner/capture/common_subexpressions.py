@@ -32,7 +32,9 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
     linear in the size of the graph.
     """
     of_outputs = {storage_id(t) for node in graph.output_node().all_input_nodes for t in _strided_of(node)}
-    saved = _saved(graph)
+    read = {source for node in graph.nodes if not _is_forward(node) for source in node.all_input_nodes}
+    # What the traced backward reads from the forward, which eager saves.
+    saved = {storage_id(tensor) for source in read if _is_forward(source) for tensor in _strided_of(source)}
     copy = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     known: dict[Any, fx.Node] = {}
@@ -49,12 +51,6 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
         if not (_is_forward(node) or _is_there(known[key], saved)):
             known[key].meta[COMPUTED_AGAIN] = True
     return copy
-
-
-def _saved(graph: fx.Graph) -> set[int]:
-    """Return the storages that the traced backward reads from the forward, which eager saves."""
-    read = (source for node in graph.nodes if not _is_forward(node) for source in node.all_input_nodes)
-    return {storage_id(tensor) for source in read if _is_forward(source) for tensor in _strided_of(source)}
 
 
 def _is_forward(node: fx.Node) -> bool:

@@ -150,7 +150,7 @@ def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
     )
     in_steps = not rules.dropout_in_steps or (call.dropout_p * _DROPOUT_STEPS).is_integer()
     constant_mask = call.mask is None or not call.mask.requires_grad  # it has no gradient for the mask
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    strict = torch.get_deterministic_debug_mode() == 2  # kernels that are not deterministic raise
     takes = call.query.dtype in _HALVES and fits and several and in_steps and constant_mask and not strict
     return takes and call.is_dense(grouped=call.enable_gqa)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -192,10 +192,7 @@ def _cast_outputs(policy: Any, _module: nn.Module, _args: Any, output: Any) -> A
 
 
 def _cast(dtype: torch.dtype | None, tree: Any) -> Any:
-    if dtype is None:
-        return tree
-    cast: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-    return pytree.tree_map_only(torch.Tensor, cast, tree)
+    return tree if dtype is None else pytree.tree_map(partial(_cast_fp_tensor, dtype), tree)
 
 
 def _settings(block: FSDPModule, ranks: int | None) -> Iterator[str]:

@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from planner.capture.autograd_accumulation import look_at
 from planner.capture.joint import (
     SYMBOLIC_VALUE,
-    JointGraph,
     is_backward,
     is_random,
     run_on_recorded,
+    storages_of,
     tensors_of,
     values_of,
     written_by,
@@ -74,12 +74,13 @@ _NORM, _NEW_STATISTICS = aten._native_batch_norm_legit_functional.default, (3, 4
 def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int, ...]]:
     """Return, by operation, the values whose memory its single result can reuse; O(nodes)."""
     operations = lowered.graph.operations
-    written = _written(lowered.joint)
+    # Of the storages that the step writes into the readers must not be moved.
+    written = storages_of(argument for node in lowered.joint.graph.nodes for argument in written_by(node))
     found: dict[int, tuple[int, ...]] = {}
     for index, node in enumerate(lowered.operation_nodes):
         if node is None or len(operations[index].outputs) != 1 or not _goes_by_place(node, on_cpu=on_cpu):
             continue
-        if not written.isdisjoint(storage_id(t) for argument in node.all_input_nodes for t in tensors_of(argument)):
+        if not written.isdisjoint(storages_of(node.all_input_nodes)):
             continue
         makers = ((u, lowered.operation_nodes[lowered.graph.producer[u]]) for u in operations[index].inputs)
         values = tuple(u for u, made_by in makers if _is_ours(made_by) and overwritten_argument(lowered, node, u))
@@ -286,8 +287,3 @@ def _is_ours(maker: fx.Node | None) -> bool:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.untyped_storage().nbytes()
-
-
-def _written(joint: JointGraph) -> set[int]:
-    """Return the storages that the step writes into, whose readers must not be moved."""
-    return {storage_id(t) for node in joint.graph.nodes for argument in written_by(node) for t in tensors_of(argument)}

@@ -18,6 +18,7 @@ from planner.capture.torch_internals import (
     OpOverload,
     TangentAOTInput,
     is_mutable,
+    storage_id,
     written_arguments,
 )
 
@@ -119,6 +120,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return what identifies the storages of nodes' recorded outputs."""
+    return {storage_id(tensor) for node in nodes for tensor in tensors_of(node)}
+
+
 def is_backward(node: fx.Node) -> bool:
     """Whether AOTAutograd traced a node for the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
@@ -215,11 +221,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def drop_unused_statistics(graph: fx.Graph) -> None:
     """Remove the running statistics, which the forward overwrites, from BatchNorm's backward, which ignores them."""
-    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
-        if node.args[7] is True:
+    for node in graph.nodes:
+        is_cudnn = node.target is aten.cudnn_batch_norm_backward.default
+        if is_cudnn or (node.target is aten.native_batch_norm_backward.default and node.args[7] is True):
             node.args = (*node.args[:3], None, None, *node.args[5:])
-    for node in graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm_backward.default):
-        node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def needed_by_forward(joint: JointGraph) -> set[fx.Node]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.branches import Branches, branches_decided, take_out
+from planner.capture.branches import Branches, branches_decided, example_of, take_out
 from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
@@ -225,7 +225,7 @@ class IsolatedCall:
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile the call and run it; ``is_compiling`` is true in it only if eager's code cannot be captured."""
-        answers = self._answers.again()
+        answers = Answers(self._answers.told_yes)
         while True:
             try:
                 with answering(answers):
@@ -315,9 +315,8 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
             raise
         if isinstance(unknown.meta["example_value"], torch.Tensor):
             source = places_of(graph_module.graph)[unknown].source
-            what = (
-                f"with what {_called(unknown)} gives, whose size depends on data{f' (at {source})' if source else ''}"
-            )
+            called = getattr(unknown.target, "__name__", None) or str(unknown.target)
+            what = f"with what {called} gives, whose size depends on data{f' (at {source})' if source else ''}"
         else:
             what = f"with a whole number that it draws or reads from a tensor (randint, int(x)){raised_at(error)}"
         raise CaptureError(f"the forward computes {what}, so sizes or positions differ from call to call") from error
@@ -326,10 +325,6 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
 def _is_unknown(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return any(map(is_drawn, value.shape if isinstance(value, torch.Tensor) else [value]))
-
-
-def _called(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", None) or str(node.target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -515,12 +510,7 @@ def loss_outputs(graph_module: fx.GraphModule, loss: LossMemory | None = None) -
 
 
 def _output_values(graph_module: fx.GraphModule) -> list[Any]:
-    return list(map(_value, graph_module.graph.output_node().args[0]))  # type: ignore[arg-type]
-
-
-def _value(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+    return list(map(example_of, graph_module.graph.output_node().args[0]))  # type: ignore[arg-type]
 
 
 def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> tuple[int, ...]:
@@ -530,7 +520,7 @@ def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int
     output that is an input, or a view of one, goes past the graph.
     """
     values = _output_values(graph_module)
-    given = {storage_id(v) for n in graph_module.graph.find_nodes(op="placeholder") if (v := _value(n)) is not None}
+    given = {storage_id(v) for n in graph_module.graph.find_nodes(op="placeholder") if (v := example_of(n)) is not None}
     of_storage: defaultdict[int, list[int]] = defaultdict(list)
     for value in (values[position] for position in differentiable):
         of_storage[storage_id(value)].append(value.numel() * value.element_size())

@@ -34,6 +34,7 @@ from planner.capture.joint import (
     overwritten_inputs,
     reads_any,
     sources,
+    storages_of,
     tensors_of,
     values_of,
     weight_copies,
@@ -114,7 +115,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         nodes = [n for n, d in zip(forward, descriptors, strict=True) if not isinstance(d, InputMutationAOTOutput)]
         returned = [(n, t) for n in nodes if isinstance(n, fx.Node) for t in tensors_of(n)]
         given = [*self.joint.arguments, *self.joint.graph.find_nodes(op="get_attr")]
-        resident = {storage_id(tensor) for node in given for tensor in tensors_of(node)}
+        resident = storages_of(given)
         return {storage_id(t): (node, t) for node, t in returned if storage_id(t) not in resident}
 
     def _dropped(self) -> set[int]:
@@ -123,8 +124,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         loss = self.context.loss if self.context.loss.is_known else None
         if self.joint.leaves_results or not are_dropped(self.context.outputs, losses, loss):
             return set()
-        backward = [node for node in self.joint.outputs[1] if isinstance(node, fx.Node)]
-        gradients = {storage_id(tensor) for node in backward for tensor in tensors_of(node)}
+        gradients = storages_of(node for node in self.joint.outputs[1] if isinstance(node, fx.Node))
         return {storage for storage, (_, tensor) in self._returned().items() if tensor.dim()} - gradients
 
     def run(self, given: Sequence[fx.Node]) -> LoweredGraph:
@@ -303,13 +303,15 @@ def runs_after(lowered: LoweredGraph) -> dict[int, tuple[int, ...]]:
             # Autograd runs it: once all is there, or between forward and backward, which is where it stays anyway.
             after[index].update(range(index))
             continue
-        after[index].update(_sources_of_numbers(lowered, node, index_of))
+        # What makes what it is called with and that is no tensor of the step.
+        read = sources(node.all_input_nodes, lambda at: at.all_input_nodes if at in lowered.alias_nodes else ())
+        after[index].update(index_of[at] for at in read if at in index_of and not lowered.storage_of.get(at))
         if _is_chained(node):
             if chained is not None:
                 after[index].add(chained)
             chained = index
-        written = _storages(written_by(node))
-        for storage in _storages(node.all_input_nodes):
+        written = storages_of(written_by(node))
+        for storage in storages_of(node.all_input_nodes):
             if storage in wrote:
                 after[index].add(wrote[storage])
             if storage in written:
@@ -320,19 +322,9 @@ def runs_after(lowered: LoweredGraph) -> dict[int, tuple[int, ...]]:
     return {index: tuple(sorted(earlier)) for index, earlier in after.items() if earlier}
 
 
-def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return {storage_id(tensor) for node in nodes for tensor in tensors_of(node)}
-
-
 def _is_chained(node: fx.Node) -> bool:
     """Whether an operation does more than its results and what it writes into tell."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in _PURE or is_opaque(target):
         return True
     return is_random(node) or is_collective(node)
-
-
-def _sources_of_numbers(lowered: LoweredGraph, node: fx.Node, index_of: dict[fx.Node, int]) -> set[int]:
-    """Return the operations that make what a node is called with and that is no tensor of the step."""
-    read = sources(node.all_input_nodes, lambda source: source.all_input_nodes if source in lowered.alias_nodes else ())
-    return {index_of[source] for source in read if source in index_of and not lowered.storage_of.get(source)}

@@ -93,11 +93,8 @@ def hooks_on_all_modules() -> tuple[int, ...]:
 
     Torch gives no number twice. Hooks of the planner itself, which only look on, are left out.
     """
-    return tuple(number for hooks in _HOOKS_ON_ALL for number, hook in hooks.items() if not _is_own(hook))
-
-
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == _OWN
+    numbered = (pair for hooks in _HOOKS_ON_ALL for pair in hooks.items())
+    return tuple(n for n, hook in numbered if str(getattr(hook, "__module__", "")).partition(".")[0] != _OWN)
 
 
 def has_full_backward_hooks(module: nn.Module) -> bool:

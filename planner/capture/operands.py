@@ -138,11 +138,6 @@ def settle(device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
-    multiply_both_ways(device)
-
-
-def multiply_both_ways(device: torch.device) -> None:
-    """Compute small products in a forward and its backward, by each library that does so there."""
     with torch.enable_grad():
         one = torch.ones(16, 16, device=device, requires_grad=True)
         made = torch.addmm(one[0], one, one)

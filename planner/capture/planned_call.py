@@ -13,7 +13,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -119,13 +119,11 @@ def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if has_several_ranks():
         return
     own_call = functools.partial(call_implementation(module), *args, **kwargs)
-    try:
-        given = (args, kwargs)
+    given = (args, kwargs)
+    with suppress(Exception):
         with put_back(module, given), written_back([*module.parameters(), *tensors_in(given)]), torch.no_grad():
             own_call()
         return
-    except Exception:
-        pass
     try:
         own_call()  # which leaves what it did before it failed, as without a plan
     except Exception as error:

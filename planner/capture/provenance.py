@@ -67,10 +67,7 @@ def module_path(dynamo_path: str) -> str:
 
 def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path, _class = list(stack.values())[-1]
-    return module_path(path)
+    return module_path(list(stack.values())[-1][0]) if stack else ""
 
 
 def _source(node: fx.Node) -> str:

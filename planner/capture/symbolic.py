@@ -193,9 +193,7 @@ class _AtSizes:
         return self.graph
 
     def _take_inputs(self) -> None:
-        like = operands.sharing(
-            lambda tensor, elements: torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
-        )
+        like = operands.sharing(lambda t, elements: torch.empty(elements, dtype=t.dtype, device=t.device))
         given = iter(self.given)
         for node in self.joint.graph.find_nodes(op="placeholder"):
             recorded = node.meta["val"]
@@ -212,8 +210,7 @@ class _AtSizes:
             return number_of(recorded, self.numbers)
         if not _is_dynamic(recorded):
             return recorded
-        sizes = [number_of(n, self.numbers) for n in recorded.shape]
-        strides = [number_of(n, self.numbers) for n in recorded.stride()]
+        sizes, strides = ([number_of(n, self.numbers) for n in each] for each in (recorded.shape, recorded.stride()))
         return torch.empty_strided(sizes, strides, dtype=recorded.dtype, device=recorded.device)
 
     def _call(self, node: fx.Node) -> None:

@@ -408,12 +408,8 @@ def not_compiled_alone(function: CallT) -> CallT:
 def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
     """Call a function at the end of the backward through these outputs."""
     engine = torch.autograd.Variable._execution_engine
-
-    def comes(_gradients: Any) -> None:
-        engine.queue_callback(call)
-
     for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-        node.register_prehook(comes)
+        node.register_prehook(lambda _gradients: engine.queue_callback(call))
 
 
 def depends_on_data(error: BaseException | None) -> bool:
@@ -542,15 +538,12 @@ def stop_history(device: torch.device) -> list[tuple[int, int]]:
 
 def is_watched() -> bool:
     """Whether a user's dispatch mode is on, such as ``FlopCounterMode``: Dynamo then compiles nothing."""
-    asked = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", None)  # since Dynamo looks at the stack
-    return bool(asked() if asked else _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False))
+    return bool(_python_dispatch.any_torch_dispatch_mode_on_stack())
 
 
 def is_transformed() -> bool:
     """Whether other code is tracing, exporting or transforming (``torch.func``) the current call."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
-        return True
-    return is_in_torch_func()
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() or is_in_torch_func()  # type: ignore[attr-defined]
 
 
 def is_in_torch_func() -> bool:
@@ -621,11 +614,6 @@ def eager_kernels(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
         yield
 
 
-DIFFERENTIATING: dict[str, Any] = (
-    {"trace_autograd_ops": True} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
-)
-"""What a forward differentiates (gradient penalties, force fields) is part of the step, where Dynamo follows that."""
-
 _RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"
 _check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
 
@@ -644,7 +632,7 @@ def dynamo_settings() -> Iterator[None]:
         assume_static_by_default=True,
         automatic_dynamic_shapes=True,  # but by _has_changed: of numbers, not of sizes
         allow_unspec_int_on_nn_module=True,
-        **DIFFERENTIATING,
+        trace_autograd_ops=True,  # what a forward differentiates (penalties, force fields) is part of the step
         # The methods of loggers; libraries add theirs when they are imported.
         ignore_logging_functions=_Functions(method for method in vars(logging.Logger).values() if callable(method)),
         suppress_errors=False,

@@ -71,15 +71,9 @@ _QUESTIONS = (
 )  # fmt: skip
 """By which a program asks whether it is compiled."""
 
-_ANSWERED_NO = tuple(
-    getattr(module, name)
-    for module, name in (
-        (torch.compiler, "is_exporting"),
-        (torch.cuda, "is_current_stream_capturing"),
-        (torch.xpu, "is_current_stream_capturing"),
-    )
-    if hasattr(module, name)
-)
+_ANSWERED_NO = (
+    torch.compiler.is_exporting, torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing,
+)  # fmt: skip
 """Other questions of the kind, to which no is the truth; the last two cannot be traced."""
 
 _MOST_TRACED = 200
@@ -115,10 +109,6 @@ class Answers:
             self.long = place
             raise _LongError(_TOO_LONG)
         return place in self.told_yes
-
-    def again(self) -> Answers:
-        """Return a copy for another capture."""
-        return Answers(self.told_yes)
 
     def after(self, failure: TorchDynamoException) -> Answers | None:
         """Return other answers for another try: yes where it asked last, or everywhere if that was of no use."""

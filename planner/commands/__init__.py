@@ -27,15 +27,12 @@ class Command(Protocol):
 
     def parents(self) -> Sequence[Parser]:
         """Return the groups of options that it shares with other commands."""
-        ...
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that are its own."""
-        ...
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the command, and return the exit code."""
-        ...
 
 
 def commands() -> list[Command]:

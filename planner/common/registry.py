@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from planner.errors import UsageError
 
@@ -41,13 +41,6 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
                 raise TypeError(f"two of {package} are called {one.name!r}")
             found[one.name] = one
     return dict(sorted(found.items()))
-
-
-def lazily(name: str, package: str, modules: Mapping[str, str]) -> Any:
-    """Return a public name of a package from the module that it is in, imported when it is asked for."""
-    if name not in modules:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
 
 
 def unknown(what: str, name: str, known: Iterable[str], near: Iterable[str] = ()) -> UsageError:

@@ -40,15 +40,12 @@ class Exporter(Protocol):
 
     def takes(self, modules: tuple[str, ...]) -> bool:
         """Whether just these modules can be named."""
-        ...
 
     def place(self, step: ExportStep) -> Placement:
         """Choose what to recompute; raise CannotExpressError if nothing expressible keeps the budget."""
-        ...
 
     def write(self, placement: Placement, plan: Plan) -> str:
         """Return configuration or code for a placement, without a header."""
-        ...
 
 
 @cache

@@ -140,15 +140,13 @@ def order_with(graph: TrainingGraph, moves: Mapping[str, Sequence[str]]) -> tupl
 def _longest_rising(order: Sequence[int]) -> set[int]:
     """Return the members of a longest rising subsequence."""
     ends: list[int] = []
-    last: list[int] = []
     before: dict[int, int | None] = {}
     for index in order:
         at = bisect_left(ends, index)
-        before[index] = last[at - 1] if at else None
+        before[index] = ends[at - 1] if at else None
         ends[at:] = [index, *ends[at + 1 :]]
-        last[at:] = [index, *last[at + 1 :]]
     found: set[int] = set()
-    member = last[-1] if last else None
+    member = ends[-1] if ends else None
     while member is not None:
         found.add(member)
         member = before[member]

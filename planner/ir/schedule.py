@@ -134,15 +134,13 @@ def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]
                 held[value] = True
 
     for index in range(len(operations)):
-        leaving = dropped.get(index, ())
+        leaving = {value for value in dropped.get(index, ()) if not values[value].retained}
         touched = {*operations[index].inputs, *operations[index].outputs}
-        for value in leaving:
-            if value not in touched and not values[value].retained:
-                held[value] = False
+        for value in leaving - touched:
+            held[value] = False
         run(index)
-        for value in leaving:
-            if value in touched and not values[value].retained:
-                held[value] = False
+        for value in leaving & touched:
+            held[value] = False
     return Schedule(tuple(order))
 
 

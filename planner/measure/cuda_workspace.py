@@ -21,6 +21,8 @@ from planner.plans.allocator import MIN_BLOCK_BYTES
 
 aten = torch.ops.aten
 
+_LARGE = ("sm80", "sm90", "sm100", "sm103")  # data centers' GPUs, whose multiprocessors run more and have more memory
+
 _Rule = Callable[..., int]
 """From a node, the device and the tensors among the node's arguments to bytes."""
 
@@ -86,7 +88,8 @@ def _sum(x: Tensor, dimensions: list[int] | None, spec: DeviceSpec) -> int:
     if terms < min(_LEAST_VALUES * height, _MOST_VALUES):
         return 0
     values = -(-terms // height)
-    resident = multiprocessors(spec.name) * (_threads_of(spec) // (width * height))
+    most_threads = 2048 if spec.architecture in _LARGE else 1536  # that a multiprocessor runs at once
+    resident = multiprocessors(spec.name) * (most_threads // (width * height))
     blocks = -(-(results // together) // width)
     if values < _MOST_VALUES or blocks > resident:
         return 0
@@ -111,11 +114,6 @@ def _closest(x: Tensor, by_stride: list[int], summed: set[int]) -> int:
 def _power(number: int) -> int:
     """Return the largest power of two that is not above a number."""
     return 1 << max(number, 1).bit_length() - 1
-
-
-def _threads_of(spec: DeviceSpec) -> int:
-    """Return how many threads a multiprocessor runs at once."""
-    return 2048 if spec.architecture in ("sm80", "sm90", "sm100", "sm103") else 1536
 
 
 # Attention.
@@ -155,7 +153,7 @@ def _tiles(size: int, *, is_half: bool, spec: DeviceSpec) -> _Tiles:
     """Return the tiles of a head size: with little shared memory those of consumer cards, else those of A100."""
     if size <= 64:
         return _Tiles(64, 64)
-    if spec.architecture in ("sm80", "sm90", "sm100", "sm103"):
+    if spec.architecture in _LARGE:
         if size <= 128:
             return _Tiles(128, 128 if is_half else 64)
         return _Tiles(128, 64, sums_keys=is_half)

@@ -42,7 +42,7 @@ class _Pool:
     least_split_bytes: int
     free: list[tuple[int, int]] = field(default_factory=list)
     end: int = 0
-    """Where a segment that can grow ends."""
+    """Where a segment that can grow ends; 0 if there is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,9 +117,13 @@ class Allocator:
         insort(block.pool.free, (block.size_bytes, block.address))
 
     def _found(self, pool: _Pool, size_bytes: int) -> _Block | None:
-        """Take the free block that fits best."""
+        """Take the free block that fits best; one at the end that could grow only where no other fits."""
         place = bisect_left(pool.free, (size_bytes, 0))
-        return self._blocks[pool.free.pop(place)[1]] if place < len(pool.free) else None
+        if place == len(pool.free):
+            return None
+        if sum(pool.free[place]) == pool.end and place + 1 < len(pool.free):
+            place += 1
+        return self._blocks[pool.free.pop(place)[1]]
 
     def _made(self, pool: _Pool, size_bytes: int) -> _Block:
         """Take a segment from the device."""
@@ -162,15 +166,6 @@ class ExpandableAllocator(Allocator):
     def __init__(self) -> None:
         super().__init__()
         self._large.end = _ADDRESSES
-
-    def _found(self, pool: _Pool, size_bytes: int) -> _Block | None:
-        """Take the free block that fits best; the one at the end could grow, so that any other fits better."""
-        place = bisect_left(pool.free, (size_bytes, 0))
-        if place == len(pool.free):
-            return None
-        if sum(pool.free[place]) == pool.end and place + 1 < len(pool.free):
-            place += 1
-        return self._blocks[pool.free.pop(place)[1]]
 
     def _made(self, pool: _Pool, size_bytes: int) -> _Block:
         """Let the segment grow by whole pages, from the free block at its end on if there is one."""

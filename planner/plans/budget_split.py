@@ -100,21 +100,17 @@ def calls_in(first: Iterable[Call]) -> Iterator[Call]:
         yield from calls_in(call.after.values())
 
 
-def _moments(first: Iterable[Call]) -> Iterator[Callable[[float], int]]:
+def _moments(calls: Iterable[Call], before: tuple[Call, ...] = ()) -> Iterator[Callable[[float], int]]:
     """Return what is held at every call's own peak, as a function of the fraction: a straight line."""
+    for call in calls:
 
-    def visit(calls: Iterable[Call], before: tuple[Call, ...]) -> Iterator[Callable[[float], int]]:
-        for call in calls:
+        def held(fraction: float, call: Call = call) -> int:
+            low, high = (needs.followed_by(0, call.left_after_bytes) for needs in (call.lowest, call.whole))
+            own_bytes = call.own_bytes + int(_between(fraction, low, high))
+            return sum(earlier.kept_bytes(fraction) for earlier in before) + own_bytes
 
-            def held(fraction: float, call: Call = call) -> int:
-                low, high = (needs.followed_by(0, call.left_after_bytes) for needs in (call.lowest, call.whole))
-                own_bytes = call.own_bytes + int(_between(fraction, low, high))
-                return sum(earlier.kept_bytes(fraction) for earlier in before) + own_bytes
-
-            yield held
-            yield from visit(call.after.values(), (*before, call))
-
-    return visit(first, ())
+        yield held
+        yield from _moments(call.after.values(), (*before, call))
 
 
 def _between(fraction: float, low: int, high: int) -> float:

@@ -39,8 +39,7 @@ def choices_in(regions: Sequence[Region], chosen: Mapping[str, Mapping[str, Sequ
 def variants_in(plan: Plan, regions: Sequence[Region]) -> tuple[Region, ...] | None:
     """Return the variants that a plan takes, None if these regions do not have them."""
     region_of = {region.module: region for region in regions}
-    variants = [
-        variant_named(region_of[name], plan.kept.get(name, {})) if name in region_of else None
-        for name in modules_of(plan)
-    ]
-    return tuple(found) if len(found := [one for one in variants if one is not None]) == len(variants) else None
+    names = modules_of(plan)
+    variants = [variant_named(region_of[name], plan.kept.get(name, {})) for name in names if name in region_of]
+    found = tuple(variant for variant in variants if variant is not None)
+    return found if len(found) == len(names) else None

@@ -36,7 +36,8 @@ def solved_in_best_order(problem: Problem, search: Search, solve: Solve) -> Solu
 
     The bound is of plans in the order of the schedule. An InfeasibleBudgetError says that no plan was found in any.
     """
-    order = _other_order(problem, search)
+    is_of_use = search.solver == AutoSolver.name and problem.baseline.peak_bytes > problem.budget_bytes
+    order = _promising(problem) if is_of_use else None
     if order is None:
         return solve(problem, search)
     other = reordered(problem, order)
@@ -63,13 +64,6 @@ def in_orders_tried(problem: Problem) -> tuple[Problem, ...]:
     """Return a problem as it was captured and, if there is an order that ``auto`` tries beside that, in that one."""
     order = _promising(problem)
     return (problem,) if order is None else (problem, reordered(problem, order))
-
-
-def _other_order(problem: Problem, search: Search) -> Order | None:
-    """Return the promising other order; None if there is none, or if the solver is given."""
-    if search.solver != AutoSolver.name or problem.baseline.peak_bytes <= problem.budget_bytes:
-        return None
-    return _promising(problem)
 
 
 def _promising(problem: Problem) -> Order | None:

@@ -168,14 +168,12 @@ class PolicyReduction:
 
     def invert(self, solution: Solution) -> Solution:
         """Translate a solution of ``problem`` into one of the real problem, with its real cost."""
-        schedule = Schedule(tuple(self._order(solution.schedule)), tuple(self._offloads(solution.schedule)))
+        order = tuple(self.stands_for[index] for index in solution.schedule.order if self.stands_for[index] >= 0)
+        schedule = Schedule(order, tuple(self._offloads(solution.schedule)))
         evaluation = self.real.evaluate(schedule)
         bound = solution.lower_bound_seconds + self.added_seconds
         found = Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound)
         return replace(found, solve_seconds=solution.solve_seconds)
-
-    def _order(self, schedule: Schedule) -> Iterator[int]:
-        return (self.stands_for[index] for index in schedule.order if self.stands_for[index] >= 0)
 
     def _offloads(self, schedule: Schedule) -> Iterator[Offload]:
         """Offload each fetched value after its last use in the forward, until before its next."""

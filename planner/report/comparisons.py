@@ -105,12 +105,8 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
 def render_audit(audit: Audit, console: Console) -> None:
     """Print an audit."""
     style = "bold green" if _is_best(audit) else "bold yellow"
-    print_report(console, audit_answer(audit), Group(_plans(audit), *map(Text, _audit_notes(audit))), style=style)
-
-
-def audit_answer(audit: Audit) -> str:
-    """Return the answer as one line."""
-    return "; ".join(filter(None, (_at_its_peak(audit), _at_the_budget(audit))))
+    answer = "; ".join(filter(None, (_at_its_peak(audit), _at_the_budget(audit))))
+    print_report(console, answer, Group(_plans(audit), *map(Text, _audit_notes(audit))), style=style)
 
 
 def _at_its_peak(audit: Audit) -> str:

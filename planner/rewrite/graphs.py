@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -198,20 +199,17 @@ class _Emitter:
 
     def move(self, position: int) -> None:
         """Let offloaded values leave and return that do so right before a run."""
-        self._leave(position)
-        for value in self._returning.get(position, ()):
-            node = self.lowered.value_nodes[value]
-            self._forget_views(value)
-            self.current[node] = self._call(node.meta, host_copies.reload, self._place(value))
-            self.arriving.add(value)
-
-    def _leave(self, position: int) -> None:
         for value in self._leaving.pop(position, ()):
             node = self.lowered.value_nodes[value]
             sent = (self._place(value), self.resolve(node))
             self.places[value] = self._call(self._meta_of_place(value), host_copies.wait_offload, *sent)
             self.current.pop(node)
             self._forget_views(value)
+        for value in self._returning.get(position, ()):
+            node = self.lowered.value_nodes[value]
+            self._forget_views(value)
+            self.current[node] = self._call(node.meta, host_copies.reload, self._place(value))
+            self.arriving.add(value)
 
     def _place(self, value: int) -> fx.Node:
         """Return the place of an offloaded value; in the backward it is one of the inputs."""
@@ -292,11 +290,8 @@ class _Emitter:
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
         # Placeholders stand before everything else, in the order in which they were taken.
         first_other = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        if first_other is None:
+        with nullcontext() if first_other is None else self.graph.inserting_before(first_other):
             placeholder = self.graph.placeholder(name)
-        else:
-            with self.graph.inserting_before(first_other):
-                placeholder = self.graph.placeholder(name)
         # fx renames a node whose name is taken, and then the generated code mixes up its arguments.
         assert placeholder.name == placeholder.target, f"two nodes are called {name}"
         placeholder.meta = dict(meta)

@@ -25,7 +25,9 @@ from planner.errors import RuntimeUnsupportedError
 
 def offload(tensor: torch.Tensor) -> torch.Tensor:
     """Begin to copy a tensor's storage to the host; give the place where it goes."""
-    is_beside, of = _copies_beside(tensor.device), _bytes_of(tensor)
+    is_beside = _copies_beside(tensor.device)
+    # All of its storage, whatever of it the tensor shows.
+    of = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     place = POOL.take(of.numel(), pinned=is_beside)
     record = POOL.record(place)
     record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -65,11 +67,6 @@ def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 def keep(*places: torch.Tensor) -> None:
     """Hold places to the end of a forward: the next step then finds memory for each, and pins none."""
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage, whatever of it the tensor shows."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _copies_beside(device: torch.device) -> bool:

@@ -292,8 +292,7 @@ class _Followed:
         kept = []
         for tensor in tensors_in(made[count:]):
             if storage_id(tensor) not in value_of and recorder.number(tensor) is not None:
-                kept.append(len(self._values))
-                self._values.append(_new_value("saved", kept[-1], recorder.size_bytes(tensor)))
+                kept.append(_new_value(self._values, "saved", recorder.size_bytes(tensor)))
                 value_of[storage_id(tensor)] = kept[-1]
         # The caller holds what it hands over.
         needed = {self._value(node): 0 for node in self._given}
@@ -344,16 +343,11 @@ class _Followed:
 
 def _operations(seen: _Half, known: Mapping[str, int], values: list[Value]) -> list[Operation]:
     """Return operations for the code of a phase, one for what it holds in each stretch, and one for what it leaves."""
-
-    def new(name: str, size_bytes: int, *, retained: bool = False) -> int:
-        values.append(_new_value(name, len(values), size_bytes, retained=retained))
-        return len(values) - 1
-
     peaks_bytes = seen.recorder.peaks_with(known)
     if seen.phase is Phase.FORWARD:
         peaks_bytes = [max(peaks_bytes)]
-    makes = [(new("code", peak_bytes),) for peak_bytes in peaks_bytes]
-    beyond = [new("beyond", seen.beyond_bytes, retained=True)] if seen.beyond_bytes else []
+    makes = [(_new_value(values, "code", peak_bytes),) for peak_bytes in peaks_bytes]
+    beyond = [_new_value(values, "beyond", seen.beyond_bytes, retained=True)] if seen.beyond_bytes else []
     return [
         Operation(
             name=f"code {seen.phase[0]}{number}",
@@ -368,8 +362,10 @@ def _operations(seen: _Half, known: Mapping[str, int], values: list[Value]) -> l
     ]
 
 
-def _new_value(name: str, number: int, size_bytes: int, *, retained: bool = False) -> Value:
-    return Value(name=f"{name} {number}", size_bytes=size_bytes, retained=retained)
+def _new_value(values: list[Value], name: str, size_bytes: int, *, retained: bool = False) -> int:
+    """Add a value and return its number."""
+    values.append(Value(name=f"{name} {len(values)}", size_bytes=size_bytes, retained=retained))
+    return len(values) - 1
 
 
 def _like(tensor: Any) -> Any:

@@ -31,15 +31,12 @@ class PlannedModel(Protocol):
     @property
     def plan(self) -> Plan | None:
         """The plan in force: that of the input sizes that ran last."""
-        ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
-        ...
 
     def stop(self) -> None:
         """Restore the model's submodules; the caller restores the model's own call."""
-        ...
 
 
 class ReplannedModel(PlannedModel, Protocol):
@@ -47,16 +44,13 @@ class ReplannedModel(PlannedModel, Protocol):
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan a call ahead of it; nothing of it runs."""
-        ...
 
     @property
     def is_searching(self) -> bool:
         """Whether a better plan is looked for beside training."""
-        ...
 
     def plan_anew(self, options: Options) -> bool:
         """Plan the next call under other options, with what was captured; False if a new capture is needed."""
-        ...
 
 
 @runtime_checkable
@@ -81,7 +75,6 @@ class RuntimePlugin(Protocol):
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
         """Plan one step without running it; see :func:`planner.session.step_planning.plan_step` for the last two."""
-        ...
 
     def start(
         self,
@@ -96,7 +89,6 @@ class RuntimePlugin(Protocol):
 
         Without ``replan`` a plan that does not match the model raises PlanMismatchError instead of being replaced.
         """
-        ...
 
 
 def names() -> list[str]:

@@ -217,7 +217,8 @@ class Backend:
             return partial(_refuse, error)
         if differentiable_outputs(graph_module):
             self._count += 1
-            return _Graph(self, graph_module, settings, f"graph {self._count}").run
+            graph = _Graph(self, graph_module, settings, f"graph {self._count}")
+            return lambda *given: self.run(graph, given)
         return without_plan(graph_module, example_inputs, settings) if self._is_compiled else graph_module.forward
 
     @property
@@ -401,9 +402,6 @@ class _Graph:
         """Return the sizes and numbers that code depends on and Dynamo's guards let vary."""
         sizes = [x.shape if isinstance(x, torch.Tensor) else x for x in given]
         return (*sizes, *(given[at].item() for at in self._numbers))
-
-    def run(self, *given: Any) -> Any:
-        return self.backend.run(self, given)
 
     def program(self, given: Sequence[Any]) -> Program | None:
         """Return the program for the sizes of a call."""

@@ -177,18 +177,15 @@ class _Late(torch.autograd.Function):
     def forward(ctx: Any, late: LateGradients, state: Any, outputs: list[torch.Tensor], *inputs: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.late, ctx.state = late, state
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        ctx.places = [isinstance(x, torch.Tensor) for x in inputs]
-        ctx.others = [x for x in inputs if not isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*tensors)
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if all(gradient is None for gradient in gradients):
-            return (None, None, None, *(None for _ in ctx.places))
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        inputs = [next(tensors) if place else next(others) for place in ctx.places]
+            return (None, None, None, *(None for _ in ctx.others))
+        inputs = [x if saved is None else saved for saved, x in zip(ctx.saved_tensors, ctx.others, strict=True)]
         return (None, None, None, *ctx.late.gradients(ctx.state, inputs, gradients))
 
 

@@ -202,7 +202,10 @@ class ObservedCalls:
             return self._running(*args, **kwargs)
         if self._is_first:
             self._is_first = False
-            self._look_for_optimizer()
+            if not self._is_fixed and self._options.optimizer is None:
+                # It may have been made after the model was wrapped.
+                found = before_observing(self._options, self.around)
+                self.asked = found if found.optimizer is not None else None
             if self.wants_measure and self.around.device().type == "cpu":
                 self._before.update(storages_on_cpu())
         if self.seen is not None and self._to_watch:
@@ -231,12 +234,6 @@ class ObservedCalls:
             self._known_calls.append(like)
         self._kind = self._known_calls.index(like)
         return is_known
-
-    def _look_for_optimizer(self) -> None:
-        """Count an optimizer that was made after the model was wrapped, and before the first step."""
-        if not self._is_fixed and self._options.optimizer is None:
-            found = before_observing(self._options, self.around)
-            self.asked = found if found.optimizer is not None else None
 
     def _agree(self) -> None:
         """Ask for what any rank asks for, or asks no more: they plan together, before the same call."""
@@ -298,7 +295,9 @@ class ObservedCalls:
             if _drops(options) and not _drops(asked):
                 error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
                 raise
-            self._back_to(running, options, before)
+            if self._running is running and not running.plan_anew(options):
+                running = self._start(options, before)
+            self._running, self._options = running, options
             self._is_fixed, self._is_said, self._to_watch, self._to_measure, self._to_agree = True, True, 0, 0, 0
             if (asked.loss, asked.training.reserve) != (options.loss, options.training.reserve):
                 uncounted = "what the step holds beside this call (a loss outside the model, other calls, other models)"
@@ -390,12 +389,6 @@ class ObservedCalls:
         self._options, self.asked = options, None
         if not self._running.plan_anew(options):
             self._running = self._start(options, None)
-
-    def _back_to(self, running: ReplannedModel, options: Options, plan: Plan) -> None:
-        """Take the runtime, the options and the plan back that were in force."""
-        if self._running is running and not running.plan_anew(options):
-            running = self._start(options, plan)
-        self._running, self._options = running, options
 
     # Outputs.
 
@@ -639,10 +632,9 @@ def _warn_of(optimizer: Optimizer, kept_bytes: int, model: str, plan: Plan) -> N
 
 def _after_optimizer_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Let each wrapped model look at an optimizer that steps for the first time."""
-    if torch.compiler.is_compiling():
-        return
-    for calls in list(_observed):
-        calls.see_optimizer(optimizer)
+    if not torch.compiler.is_compiling():
+        for calls in list(_observed):
+            calls.see_optimizer(optimizer)
 
 
 register_optimizer_step_post_hook(_after_optimizer_step)

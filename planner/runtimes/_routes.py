@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import get_ident
 
 from torch import nn
@@ -37,14 +36,15 @@ Kept = Mapping[str, Sequence[int]]
 Keeps = Callable[[Study, Mapping[str, Kept]], bool]
 
 
-@dataclass
 class CallProfile:
-    """What one step ran: by module path, its calls and the number of elements in its inputs."""
+    """What one step of a model runs: by module path, its calls and the number of elements in its inputs."""
 
-    calls: Counter[str] = field(default_factory=Counter)
-    elements: Counter[str] = field(default_factory=Counter)
-    settings: set[str] = field(default_factory=set)
-    """Names of float attributes of these modules that are not 0: a probability of 0 switches a module off."""
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.settings: set[str] = set()
+        """Names of float attributes of these modules that are not 0: a probability of 0 switches a module off."""
+        self.note("", model, ())
 
     @property
     def size(self) -> tuple[int, int]:
@@ -57,13 +57,9 @@ class CallProfile:
         return [f"{name}: more than planned" for name in (*more, *sorted(self.settings - other.settings))]
 
     def note(self, name: str, module: nn.Module, given: object) -> None:
-        """Note a call of a module."""
+        """Note a call of a module, and its settings."""
         self.calls[name] += 1
         self.elements[name] += sum(tensor.numel() for tensor in leaf_tensors(given))
-        self.note_settings(name, module)
-
-    def note_settings(self, name: str, module: nn.Module) -> None:
-        """Note the settings of a module that runs."""
         at = f"{name}." if name else ""
         self.settings.update(f"{at}{key}" for key, value in vars(module).items() if type(value) is float and value)
 
@@ -74,7 +70,7 @@ class Routes:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {m: name for name, m in model.named_modules() if m is not model and installed_call(m) is None}
-        self._course = CallProfile()
+        self._course = CallProfile(model)
         self._begun: HostStates | None = None
         """The random states that the call began with."""
         self._missed: HostStates | None = None
@@ -104,8 +100,7 @@ class Routes:
 
     def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
-            self._course = CallProfile()
-            self._course.note_settings("", module)
+            self._course = CallProfile(module)
             self._begun = HostStates()
         elif module in self._names:
             self._course.note(self._names[module], module, given)

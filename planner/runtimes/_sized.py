@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,7 +103,10 @@ class SizedPrograms:
     def program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         """Return the program for these inputs."""
         sizes = Sizes(joint, given)
-        planned = self._by_formula(given, sizes)
+        planned = None
+        if self._formula is not None and self._is_confirmed:
+            with suppress(UnknownSizeError):
+                planned = self._follow(self._formula, given, sizes)
         if planned is None:
             planned = self._plan(at_sizes(joint, given))
             code = self._confirmed(planned, given, sizes)
@@ -110,14 +114,6 @@ class SizedPrograms:
             assert self._formula is not None
             code = self._code_for(self._formula, planned)
         return _bound(code, self._entering(planned.plan), joint, given)
-
-    def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
-        if self._formula is None or not self._is_confirmed:
-            return None
-        try:
-            return self._follow(self._formula, given, sizes)
-        except UnknownSizeError:
-            return None
 
     def _confirmed(self, planned: PlannedStep, given: Sequence[Any], sizes: Sizes) -> Code:
         """Check the formula against a specialized step, or take that step as the formula; return its code."""

@@ -26,7 +26,7 @@ from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.model_facts import of_model, units_of
 from planner.capture.parallel_events import found_by_autograd
 from planner.capture.planned_call import forwards
-from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
+from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, resident
 from planner.capture.torch_internals import aot_backend
 from planner.errors import PlanMismatchError
 from planner.ir.builder import StepContext
@@ -87,8 +87,10 @@ def lower_around(followed: FollowedStep, captured: Mapping[str, Block], inputs: 
     around = static_memory_of(model, everything, spec, options)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    sharded = _sharded(model, captured, options) if around.gradient_shards > 1 else None
-    accumulates = options.training.gradient_accumulation
+    accumulates, sharded = options.training.gradient_accumulation, None
+    if around.gradient_shards > 1:  # as the model is sharded, else each block's parameters together, and the rest
+        units = units_of(model) or _by_block(model, captured)
+        sharded = {unit.path: unit.as_planned(finds_gradients=accumulates) for unit in units}
     found = found_by_autograd(model, sharded.values() if sharded else None, accumulates=accumulates)
     modules = {path: unit.modules for path, unit in (sharded or {}).items()}
     trace, used = followed.trace(
@@ -121,13 +123,6 @@ def how_it_trains(model: nn.Module, blocks: Collection[str], options: Options) -
         finds = {GRADIENTS_IN_BUCKETS if options.gradients.are_in_buckets else WHOLE} if accumulates else set()
     found = ", ".join(f"{what} of earlier steps" for what in sorted(finds))
     return {SHARDING: settings, FINDS: found}
-
-
-def _sharded(model: nn.Module, blocks: Collection[str], options: Options) -> Units:
-    """Return the parameters that are gathered together: as the model is sharded, else each block's and the rest."""
-    finds_gradients = options.training.gradient_accumulation
-    units = units_of(model) or _by_block(model, blocks)
-    return {unit.path: unit.as_planned(finds_gradients=finds_gradients) for unit in units}
 
 
 def _by_block(model: nn.Module, blocks: Collection[str]) -> list[Unit]:

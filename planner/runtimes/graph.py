@@ -228,7 +228,9 @@ class GraphRuntime(PlannedCalls):
             )
         self._in_a_row += 1
         self._complete_for(inputs)
-        symbolic = self._varying(inputs) if self._may_vary else []
+        # Dimensions that vary, or are marked.
+        of_marks = ((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))
+        symbolic = [*varying_dimensions(inputs, self._sizes), *of_marks] if self._may_vary else []
         graphs = self._graphs
         changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
         shown = log_progress(type(self.model).__name__, "captured")
@@ -240,11 +242,6 @@ class GraphRuntime(PlannedCalls):
             if self._graphs != graphs:
                 done(self._why(symbolic), self.plan)
             return result
-
-    def _varying(self, inputs: Inputs) -> list[Varying]:
-        """Return the inputs with dimensions that vary, or are marked."""
-        of_marks = ((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))
-        return [*varying_dimensions(inputs, self._sizes), *of_marks]
 
     @property
     def _is_at_limit(self) -> bool:

@@ -117,7 +117,10 @@ class InductorRuntime(GraphRuntime):
 
         def is_enough(drafts: list[Draft]) -> bool:
             assert self.step is not None
-            return search.is_enough(Attempt(self.step, drafts, self._peak_bytes(self.step, drafts)))
+            loss, effort = self.options.loss or LossMemory(), effort_for(is_fake=is_fake(self.model))
+            peak_bytes = peak_of_drafts(drafts, self.step.lowered, self.step.single_costs, loss, effort)
+            needed_bytes = self.step.lowered.graph.total_static_bytes + peak_bytes
+            return search.is_enough(Attempt(self.step, drafts, needed_bytes))
 
         with suppress(DraftedBeforeError):
             drafts = draft_with_inductor(partition, graph_module, example_inputs, is_enough)
@@ -128,12 +131,6 @@ class InductorRuntime(GraphRuntime):
         self.step, self._fits = as_compiled(found, options.search), True
         self._remember(self.step, self.step.lowered.joint)
         return found.code
-
-    def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
-        loss = self.options.loss or LossMemory()
-        effort = effort_for(is_fake=is_fake(self.model))
-        peak_bytes = peak_of_drafts(drafts, step.lowered, step.single_costs, loss, effort)
-        return step.lowered.graph.total_static_bytes + peak_bytes
 
 
 class Compiles(RuntimeOfCalls):

@@ -119,15 +119,8 @@ def _run(
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     # Torch puts back the random states of the devices that positional arguments are on, and of no others.
-    return checkpoint(
-        lambda _, *given: call(*given, **kwargs),
-        where,
-        *args,
-        context_fn=partial(contexts, module, kept),
-        use_reentrant=False,
-        preserve_rng_state=True,
-        debug=False,
-    )
+    around = partial(contexts, module, kept)
+    return checkpoint(lambda _, *given: call(*given, **kwargs), where, *args, context_fn=around, use_reentrant=False)
 
 
 # What a checkpointed module runs under, in the forward and when it runs again.

@@ -127,8 +127,7 @@ class _PlannedParts(PlannedUnits):
 
     def begin(self) -> None:
         """Begin a step."""
-        self.now = CallProfile()
-        self.now.note_settings("", self.model)
+        self.now = CallProfile(self.model)
         self.ran: set[str] = set()
         self.unlike: dict[str, str] = {}
         """For each module called otherwise than planned, by path, the difference."""
@@ -246,8 +245,7 @@ def _other_states() -> list[RandomStates]:
 
 
 def _course(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> CallProfile:
-    course = CallProfile()
-    course.note_settings("", model)
+    course = CallProfile(model)
     for path, calls in seen.items():
         for call in calls:
             course.note(path, call.module, (call.inputs.args, call.inputs.kwargs))

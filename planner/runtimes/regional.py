@@ -81,11 +81,14 @@ class RegionalRuntime(CallsInSituations):
         is_for_shards = plan is not None and int(plan.fingerprint.get(SHARDS, 1)) == shards_of(self.model)
         is_near = sharded and is_for_this and is_for_shards and knows_types
         is_near |= self.must_match and (sharded or not is_for_this)
-        if plan is not None and is_near and are_no_larger(described(inputs.tensors()), str(plan.fingerprint["inputs"])):
-            self.is_confirmed = True
-        else:
+        given = described(inputs.tensors())
+        if plan is None or not (is_near and are_no_larger(given, str(plan.fingerprint["inputs"]))):
             with whole(self.model):
-                plan = self._planned(inputs)
+                check_plannable(self.model, inputs)
+                self.complete_options(inputs)
+                plan = self._runtime.plan(self.model, inputs, self.options_for_call(), **self.known)
+            self.put_in_force(plan)
+        self.is_confirmed = True
         if unknown := self._unknown_to(plan):
             said = (unknown.get(SHARDING) or unknown.get(FINDS) or "the model is sharded by default").partition(";")[0]
             warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
@@ -97,14 +100,6 @@ class RegionalRuntime(CallsInSituations):
         now = how_it_trains(self.model, blocks_of(plan), self.options_for_call())
         is_known = all(plan.fingerprint.get(key, "") == said for key, said in now.items())
         return {} if is_known else now
-
-    def _planned(self, inputs: Inputs) -> Plan:
-        check_plannable(self.model, inputs)
-        self.complete_options(inputs)
-        plan = self._runtime.plan(self.model, inputs, self.options_for_call(), **self.known)
-        self.is_confirmed = True
-        self.put_in_force(plan)
-        return plan
 
 
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler: Compiler = aot_backend) -> Step:

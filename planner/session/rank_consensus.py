@@ -5,7 +5,7 @@ Only text is exchanged. Timeouts are those of torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -66,7 +66,13 @@ def prepared_by_all(
         return dict(facts(prepared[0]))
 
     everyone = made_by_all(described, "captured the step", group)
-    check_alike(everyone, "step", "All ranks must wrap the same model with inputs of the same sizes")
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if theirs != first:
+            keys = [key for key in first if theirs.get(key) != first[key]]
+            differs = "; ".join(f"{key} is {theirs.get(key)!r} there and {first[key]!r} on rank 0" for key in keys)
+            advice = "All ranks must wrap the same model with inputs of the same sizes"
+            raise PlanMismatchError(f"rank {rank} has another step than rank 0: {differs}. {advice}")
     return prepared[0]
 
 
@@ -99,16 +105,6 @@ def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list
             message = f"rank {rank} failed while it {doing}: {said}"
             raise PlannerError(message) if facts is None else InfeasibleBudgetError(message, **facts)
     return [theirs for *_, theirs in everyone]
-
-
-def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: str) -> None:
-    """Raise PlanMismatchError, with the differing keys and an advice, unless all ranks' facts are equal."""
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        if theirs != first:
-            keys = [key for key in first if theirs.get(key) != first[key]]
-            differs = "; ".join(f"{key} is {theirs.get(key)!r} there and {first[key]!r} on rank 0" for key in keys)
-            raise PlanMismatchError(f"rank {rank} has another {what} than rank 0: {differs}. {advice}")
 
 
 def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph, group: Any = None) -> Plan:

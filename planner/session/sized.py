@@ -181,15 +181,13 @@ class SizedStep:
             _, study = self.at(given, other.sizes)
         except UnknownSizeError:
             return False
-        mine, theirs = study.graph, other.study.graph
-        return (
-            [(o.key, o.inputs, o.outputs, o.then, o.state_bytes, o.recomputable) for o in mine.operations]
-            == [(o.key, o.inputs, o.outputs, o.then, o.state_bytes, o.recomputable) for o in theirs.operations]
-            and mine.values == theirs.values
-            and mine.static_bytes == theirs.static_bytes
-            and study.static_memory == other.study.static_memory
-            and [c.workspace_bytes for c in study.costs] == [c.workspace_bytes for c in other.study.costs]
-        )
+
+        def facts(of: Study) -> tuple[Any, ...]:
+            graph, workspaces_bytes = of.graph, [cost.workspace_bytes for cost in of.costs]
+            runs = [(o.key, o.inputs, o.outputs, o.then, o.state_bytes, o.recomputable) for o in graph.operations]
+            return runs, graph.values, graph.static_bytes, of.static_memory, workspaces_bytes
+
+        return facts(study) == facts(other.study)
 
     @property
     def _single_costs(self) -> tuple[OperationCost, ...]:

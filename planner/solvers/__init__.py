@@ -39,7 +39,6 @@ class Solver(Protocol):
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Propose a schedule within the budget; raise InfeasibleBudgetError if none was found."""
-        ...
 
 
 @cache

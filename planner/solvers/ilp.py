@@ -151,7 +151,7 @@ class _StepCutSearch:
     def decide(self, cuts: list[Cut]) -> None:
         """Solve integer programmes, and add the cuts at which their schedules exceed the budget."""
         while not self.is_over():
-            found = self.whole(cuts, 1.0)
+            found = self.whole(cuts)
             if found is None:
                 break
             model, columns = found
@@ -160,15 +160,12 @@ class _StepCutSearch:
                 break
             more = self.cuts_of_shares(cuts, model, columns)
             more = more or self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
-            if more is None and self.reduced is self.exact:
-                break
             if more is None:
-                self.use_exact_problem()
+                if self.reduced is self.exact:
+                    break
+                # Programmes include the smallest values from now on; what was found without them is dropped.
+                self.reduced, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
             cuts = more or cuts
-
-    def use_exact_problem(self) -> None:
-        """Include the smallest values in programmes from now on, and drop cuts and rows found without them."""
-        self.reduced, self.decided, self.ways, self.roundings = self.exact, [{}], [], []
 
     def carried_out(
         self, cuts: list[Cut], model: Model, columns: Sequence[float]
@@ -220,9 +217,9 @@ class _StepCutSearch:
         clock.work(len(model.rows) * (seconds_per_row + answer.turns * _LP_SECONDS_PER_ROW_AND_TURN))
         return answer
 
-    def whole(self, cuts: list[Cut], share: float) -> tuple[Model, list[float]] | None:
+    def whole(self, cuts: list[Cut]) -> tuple[Model, list[float]] | None:
         """Branch and bound until time is up, or the gap is small enough."""
-        self.relaxed(cuts, share)
+        self.relaxed(cuts, 1.0)
         model, rows = self.model(cuts)  # without the rows that turned out not to matter
         relaxation = relaxed(model)
         branching = Branching(self.reduced, cuts, model)
@@ -241,7 +238,7 @@ class _StepCutSearch:
             self.incumbent.raise_bound(
                 (bound if leaf is None else exact_optimum(model, leaf.columns, bound)) * self.scale
             )
-            if leaf is not None or self.is_over(share):
+            if leaf is not None or self.is_over():
                 break
             leaf = tree.branch(self.cutoff)
         self.decided = [node.limits for node in tree.open]
@@ -272,10 +269,6 @@ class _StepCutSearch:
         for stretch in bytes_between(self.reduced, cuts, model, columns):
             over = [(size_bytes, step) for step, size_bytes in stretch.items() if size_bytes > most_bytes]
             worst += sorted(over)[-1:]
-        return self.with_worst(cuts, worst)
-
-    def with_worst(self, cuts: list[Cut], worst: list[tuple[float, int]]) -> list[Cut] | None:
-        """Add cuts at the steps with the most live bytes; None if there is no step."""
         worst = sorted(worst, reverse=True)[:_CUTS_AT_ONCE]
         return sorted([*cuts, *(Cut(step) for _, step in worst)], key=lambda cut: cut.step) if worst else None
 

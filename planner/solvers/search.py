@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -248,25 +248,6 @@ class SolutionPool:
         self.stale = 0
         """How many sets in a row were not let in."""
 
-    @property
-    def best(self) -> Member:
-        """The cheapest member."""
-        return min(self.members)
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether nothing was let in for so long that no more is to be had."""
-        return self.stale >= _EXHAUSTED
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether nothing was let in for long."""
-        return self.stale >= _STALE
-
-    def rewrite(self, keys: Callable[[tuple[int, ...]], Iterable[int]]) -> None:
-        """Rewrite the keys of all members."""
-        self.members = [Member(each.cost, tuple(keys(each.keys))) for each in self.members]
-
     def enter(self, found: Member | None) -> None:
         """Add a member that is cheaper than similar ones, or than the dearest if the pool is full.
 
@@ -309,7 +290,7 @@ class _Rounds:
         count = len(self.state.count)
         share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
         moves_each = int(min(max(share, _FEWEST_MOVES), _MOST_MOVES))
-        while not self.pool.is_exhausted and clock.left() > 0 and not is_over():
+        while self.pool.stale < _EXHAUSTED and clock.left() > 0 and not is_over():
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
             moves = int(moves_each * (_FROM_A_PLAN if start else 1.0))
@@ -337,9 +318,9 @@ class _Rounds:
         if len(pool.members) < 2 or (early and len(pool.members) < MANY):
             is_near = incumbent.is_closed(self.far_seconds) or not early or self.is_hard
             if pool.members and is_near and not from_nothing:
-                return pool.best.keys, _WARM if self.number == 0 else warm
+                return min(pool.members).keys, _WARM if self.number == 0 else warm
             return (), _HOT
-        return ((), _HOT) if pool.is_stale and from_nothing else (self.random.choice(pool.members).keys, warm)
+        return ((), _HOT) if pool.stale >= _STALE and from_nothing else (self.random.choice(pool.members).keys, warm)
 
     def between(self, least: float, most: float) -> float:
         """Draw a number log-uniformly."""
@@ -372,7 +353,8 @@ class _Rounds:
         narrow = self.reruns
         self.reruns = RerunSet(self.problem, self.random.getrandbits(32), slots=narrow.slots, room_for=schedule)
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
-        self.pool.rewrite(lambda keys: self.reruns.keys_of(narrow.schedule(keys)))
+        for at, (cost, keys) in enumerate(self.pool.members):
+            self.pool.members[at] = Member(cost, tuple(self.reruns.keys_of(narrow.schedule(keys))))
 
     def take_in(self, incumbent: Incumbent) -> None:
         """Add the best set of a round, if any, to the pool, and offer its plan.

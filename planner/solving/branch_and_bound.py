@@ -352,16 +352,15 @@ class Tree:
             least, most = wanted.get(columns, _ANY)  # another question may be about the same columns
             wanted[columns] = max(low, least), min(high, most)
         for columns in {**self.current, **wanted}:
-            if self.current.get(columns, _ANY) != wanted.get(columns, _ANY):
-                self._limit(columns, *wanted.get(columns, _ANY))
+            low, high = wanted.get(columns, _ANY)
+            if self.current.get(columns, _ANY) == (low, high):
+                continue
+            if len(columns) == 1:
+                self.relaxation.limit_column(columns[0], low, min(high, 1.0))
+            else:
+                self.relaxation.limit_row(self.places[columns], low, high)
         self.current = wanted
         return self.solve(turns)
-
-    def _limit(self, columns: tuple[int, ...], low: float, high: float) -> None:
-        if len(columns) == 1:
-            self.relaxation.limit_column(columns[0], low, min(high, 1.0))
-        else:
-            self.relaxation.limit_row(self.places[columns], low, high)
 
     def _place(self, limits: Limits) -> None:
         """Make limited sums of columns rows of the model."""

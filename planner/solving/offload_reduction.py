@@ -99,12 +99,11 @@ class OffloadReduction:
         """
         graph = self.real.graph
         wanted = [value.retained for value in graph.values]
-        first: set[int] = set()
+        first = schedule.first_runs()
         begins = []
         again = False
-        for index in schedule.order:
-            is_first = index not in first
-            first.add(index)
+        for position, index in enumerate(schedule.order):
+            is_first = first[index] == position
             if self.stands_for[index] >= 0:
                 again = not is_first
             begins.append(is_first and not (again and self.stands_for[index] < 0))

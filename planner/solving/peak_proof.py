@@ -59,7 +59,8 @@ def proven_by_last_births(
         for index in left:
             proof.before(index)
             proof.looks = given = int(share * looks)
-            peak_bytes = proof.least_peak(max(first_run_bytes[index], best[0]))
+            least_bytes = max(first_run_bytes[index], best[0])
+            peak_bytes = proof.least(proof.inputs[index], least_bytes, proof.looks, by_pairs=True)
             if peak_bytes > best[0]:
                 best = peak_bytes, -index
             looks -= given - max(proof.looks, 0)
@@ -101,12 +102,10 @@ class Births:
         """What each operation must have that no plan makes again."""
         self.looks = 0
         """How many more sets are looked at."""
-        self.index = 0
         self._stand(())
 
     def before(self, index: int) -> None:
         """Start from an operation: values that are read later and never recomputed stay live from their first run."""
-        self.index = index
         standing = tuple(u for u in self.irreplaceable if self.last_reader[u] > index)
         if standing != self.standing:
             for u in self.standing:
@@ -127,11 +126,7 @@ class Births:
         self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
         """What two values need at least, and the peak at which that was asked."""
 
-    def least_peak(self, first_run_bytes: int) -> int:
-        """Return the least peak before an operation, at least the given one, within the steps that are left."""
-        return self._least(self.inputs[self.index], first_run_bytes, self.looks, by_pairs=True)
-
-    def _least(self, start: Live, peak_bytes: int, looks: int, *, by_pairs: bool) -> int:
+    def least(self, start: Live, peak_bytes: int, looks: int, *, by_pairs: bool) -> int:
         """Return the least peak of a set of live values, within a number of steps; its pairs may be asked first.
 
         The lowest so far come first; of those that are as low, the ones that are nearest to nothing. The method is
@@ -189,7 +184,7 @@ class Births:
         for pair in combinations(sorted(live), 2):
             needed, asked = self.pairs.get(pair, (0, -1))
             if needed <= peak_bytes and asked < peak_bytes:
-                needed = self._least(frozenset(pair), peak_bytes, min(_LOOKS_FOR_TWO, self.looks), by_pairs=False)
+                needed = self.least(frozenset(pair), peak_bytes, min(_LOOKS_FOR_TWO, self.looks), by_pairs=False)
                 self.pairs[pair] = needed, peak_bytes
             if needed > peak_bytes:
                 return needed

@@ -160,11 +160,6 @@ is_batched_product = _is_one_of("bmm", "baddbmm")
 """Whether it is a matrix product for each entry of a batch, as in attention that is not fused."""
 
 
-def is_product(operation: Operation) -> bool:
-    """Whether it is a matrix product or a convolution."""
-    return is_linear(operation) or is_batched_product(operation) or "convolution" in operator(operation)
-
-
 def is_fused_attention(operation: Operation) -> bool:
     """Whether it is an attention kernel that makes no matrix of scores."""
     return "scaled_dot_product" in operator(operation) or "flex_attention" in operation.target
@@ -172,4 +167,5 @@ def is_fused_attention(operation: Operation) -> bool:
 
 def is_product_or_attention(operation: Operation) -> bool:
     """Whether it is what selective checkpointing usually keeps."""
-    return is_product(operation) or is_fused_attention(operation)
+    is_product = is_linear(operation) or is_batched_product(operation) or "convolution" in operator(operation)
+    return is_product or is_fused_attention(operation)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from planner.capture.joint import JointGraph, tensors_of
+from planner.capture.joint import JointGraph, storages_of, tensors_of
 from planner.capture.lowering import LoweredGraph
-from planner.capture.torch_internals import storage_id
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem
 from planner.ir.simulator import lifetimes
@@ -224,8 +223,8 @@ def _is_alias(node: fx.Node) -> bool:
     """Whether a call is a view."""
     if node.target is operator.getitem:
         return _is_alias(node.args[0])  # type: ignore[arg-type]
-    read = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
-    return all(storage_id(tensor) in read for tensor in tensors_of(node)) and bool(read)
+    read = storages_of(node.all_input_nodes)
+    return bool(read) and storages_of([node]) <= read
 
 
 def _chunked_bytes(node: fx.Node) -> int:

@@ -18,7 +18,7 @@ from planner.capture.joint import (
     is_random,
     mutates,
     run_on_recorded,
-    tensors_of,
+    storages_of,
 )
 from planner.capture.torch_internals import storage_id
 from planner.errors import UsageError
@@ -55,9 +55,7 @@ class _Rewrite:
         self.sums: dict[fx.Node, fx.Node] = {}
         self.pieces: dict[tuple[fx.Node, Form, int], fx.Node] = {}
         self.flat: dict[fx.Node, fx.Node] = {}
-        self.gradients = {
-            storage_id(t) for node in joint.outputs[1] if isinstance(node, fx.Node) for t in tensors_of(node)
-        }
+        self.gradients = storages_of(node for node in joint.outputs[1] if isinstance(node, fx.Node))
         self.blocks: dict[Block, list[fx.Node]] = {}
         self.block_of: dict[fx.Node, Block] = {}
         for node, level in self._levels():

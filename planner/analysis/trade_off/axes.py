@@ -16,7 +16,7 @@ from planner.common.json_reader import attributes
 from planner.common.options import Budget, Offload, Search
 from planner.plans.device_file import find
 from planner.plans.ordering import smallest_budget
-from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.plan import NoPlanFitsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +186,16 @@ def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Ou
         plan = study.plan(budget_bytes, search=replace(search, compare=False), offload=offload)
     except NoPlanFitsError as error:
         return Outcome(status="infeasible", minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes)
+    problem = study.posed(Budget(plan.budget_bytes), study.host_for(offload, search))
+    smallest_bytes = smallest_budget(problem, plan.schedule_for(study.graph), search, study.static_memory)
     return Outcome(
         status=plan.status,
-        minimum_feasible_peak_bytes=_smallest_budget(study, plan, search, offload),
+        minimum_feasible_peak_bytes=smallest_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         overhead=plan.overhead,
         lower_bound_overhead=plan.lower_bound_overhead,
         step_seconds=plan.step_seconds,
     )
-
-
-def _smallest_budget(study: Study, plan: Plan, search: Search, offload: Offload) -> int:
-    problem = study.posed(Budget(plan.budget_bytes), study.host_for(offload, search))
-    return smallest_budget(problem, plan.schedule_for(study.graph), search, study.static_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

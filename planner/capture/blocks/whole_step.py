@@ -82,7 +82,9 @@ class Builder(StepBuilder):
             elif isinstance(event, Run):
                 self._eager(event, index)
             elif event.phase is Phase.LOSS:
-                self._loss(event, index)
+                makes = [self._value(storage) for storage in event.makes.values()]
+                makes += self.add_loss_values()
+                self.add_loss(self._reads((*event.reads, *self.held[index]), made=event.makes.values()), makes)
             else:
                 self._block(event, index)
         if self.sharding:
@@ -105,11 +107,6 @@ class Builder(StepBuilder):
             node=run.node,
             **run.facts,
         )
-
-    def _loss(self, event: Passage, index: int) -> None:
-        makes = [self._value(storage) for storage in event.makes.values()]
-        makes += self.add_loss_values()
-        self.add_loss(self._reads((*event.reads, *self.held[index]), made=event.makes.values()), makes)
 
     def _block(self, event: Passage, index: int) -> None:
         block = self.blocks[event.module]
