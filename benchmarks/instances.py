@@ -49,7 +49,7 @@ OURS, CHAIN, GREEDY = "checkpoint-planner", "chain dp", "greedy at the peak"
 TORCH = {"torch dp": knapsack.dp_knapsack, "torch ilp": knapsack.ilp_knapsack, "torch greedy": knapsack.greedy_knapsack}
 OTHERS = (*TORCH, GREEDY, CHAIN)
 
-_text, _images = partial(cases.of_text, count=4, length=512), partial(cases.of_images, size=224, count=32)
+_text, _images = partial(cases.of_text, count=32, length=512), partial(cases.of_images, size=224, count=32)
 _FAMILIES: dict[str, Callable[[], ZooModel]] = {
     "mistral-7b": partial(_text, "MistralConfig", "MistralForCausalLM", use_cache=False),
     "falcon-7b": partial(_text, "FalconConfig", "FalconForCausalLM", use_cache=False),
