@@ -67,7 +67,7 @@ _FAMILIES: dict[str, Callable[[], ZooModel]] = {
     "swin-tiny": partial(_images, "SwinConfig", "SwinForImageClassification"),
     "regnet-y-040": partial(_images, "RegNetConfig", "RegNetForImageClassification"),
     "mobilenet-v2": partial(_images, "MobileNetV2Config", "MobileNetV2ForImageClassification"),
-    "dinov2-base": partial(_images, "Dinov2Config", "Dinov2ForImageClassification", image_size=224),
+    "mobilevit-s": partial(_images, "MobileViTConfig", "MobileViTForImageClassification", image_size=224),
     "segformer-b0": partial(_images, "SegformerConfig", "SegformerForImageClassification"),
     "efficientnet-b7": partial(_images, "EfficientNetConfig", "EfficientNetForImageClassification"),
 }  # fmt: skip
