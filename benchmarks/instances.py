@@ -235,7 +235,9 @@ def _write(path: str, texts: dict[str, str], table: str) -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, text, zipfile.ZIP_DEFLATED)
     write_bytes(path, content.getvalue())
 
 
