@@ -237,11 +237,8 @@ def main(arguments: Sequence[str]) -> int:
         for part in parts:
             started = time.process_time()
             row: Result = {
-                "part": part,
-                "case": case,
-                "with": whole,
-                "without": measured(problem, kind, part, args.time_limit),
-            }
+                "part": part, "case": case, "with": whole, "without": measured(problem, kind, part, args.time_limit),
+            }  # fmt: skip
             row["processor_seconds"] = time.process_time() - started
             result["rows"].append(row)
             common.progress(f"{case} | {part} | {whole} | {brings(row)} | {row['processor_seconds']:.0f} s")

@@ -24,11 +24,8 @@ from benchmarks.common import Result, percent
 from planner.errors import PlannerError
 
 COMMANDS: dict[str, list[str]] = {
-    "llama-7b": ["--batch-size", "4", "--seq-len", "2048"],
-    "gpt2-774m": [],
-    "bert-large": [],
-    "resnet152": [],
-}
+    "llama-7b": ["--batch-size", "4", "--seq-len", "2048"], "gpt2-774m": [], "bert-large": [], "resnet152": [],
+}  # fmt: skip
 """Options of each model; without any its sizes are those of ``python cli.py models``."""
 
 FIRST_STEPS: dict[str, dict[str, int]] = {
@@ -203,31 +200,19 @@ def _row(name: str, command: Sequence[str]) -> Result:
         ran = finish([sys.executable, *command, "--save", str(saved)])
         plan: dict[str, Any] = {} if ran.exit_code else json.loads(saved.read_text())
     row: Result = {
-        "model": name,
-        "command": f"python {' '.join(command)}",
-        "exit_code": ran.exit_code,
-        "seconds": ran.seconds,
-        "cpu_seconds": ran.cpu_seconds,
-        "peak_resident_bytes": ran.peak_resident_bytes,
-        "within_goals": False,
-    }
+        "model": name, "command": f"python {' '.join(command)}", "exit_code": ran.exit_code, "seconds": ran.seconds,
+        "cpu_seconds": ran.cpu_seconds, "peak_resident_bytes": ran.peak_resident_bytes, "within_goals": False,
+    }  # fmt: skip
     if ran.exit_code:
         return {**row, "error": (ran.errors.strip().splitlines() or ["no message"])[-1]}
     return {
-        **row,
-        "within_goals": ran.seconds < GOAL_SECONDS and ran.peak_resident_bytes < GOAL_BYTES,
-        "capture_seconds": plan["capture_seconds"],
-        "solve_seconds": plan["solver"]["seconds"],
-        "solver": plan["solver"]["name"],
-        "status": plan["status"],
-        "operations": plan["values"]["steps"],
-        "budget_bytes": plan["budget_bytes"],
-        "activation_budget_bytes": plan["activation_budget_bytes"],
-        "baseline_peak_bytes": plan["baseline"]["peak_bytes"],
-        "predicted_peak_bytes": plan["predicted"]["peak_bytes"],
-        "overhead": plan["predicted"]["overhead"],
-        "lower_bound_overhead": plan["lower_bound"]["overhead"],
-    }
+        **row, "within_goals": ran.seconds < GOAL_SECONDS and ran.peak_resident_bytes < GOAL_BYTES,
+        "capture_seconds": plan["capture_seconds"], "solve_seconds": plan["solver"]["seconds"],
+        "solver": plan["solver"]["name"], "status": plan["status"], "operations": plan["values"]["steps"],
+        "budget_bytes": plan["budget_bytes"], "activation_budget_bytes": plan["activation_budget_bytes"],
+        "baseline_peak_bytes": plan["baseline"]["peak_bytes"], "predicted_peak_bytes": plan["predicted"]["peak_bytes"],
+        "overhead": plan["predicted"]["overhead"], "lower_bound_overhead": plan["lower_bound"]["overhead"],
+    }  # fmt: skip
 
 
 def _markdown(result: Result) -> str:
@@ -247,12 +232,9 @@ def _markdown(result: Result) -> str:
 
 def _cells(row: Result) -> list[object]:
     start = [
-        row["model"],
-        f"{row['seconds']:.1f}",
-        f"{row['cpu_seconds']:.1f}",
-        f"{row['peak_resident_bytes'] / 2**30:.2f}",
+        row["model"], f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['peak_resident_bytes'] / 2**30:.2f}",
         "met" if row["within_goals"] else "missed",
-    ]
+    ]  # fmt: skip
     if "error" in row:
         return [*start, f"exit code {row['exit_code']}", *["-"] * 7]
     return [

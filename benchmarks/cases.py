@@ -7,6 +7,7 @@ and experts; and what nobody made it for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,17 +59,6 @@ GPU_SIZES: dict[str, dict[str, Any]] = {
 """Sizes at which a step without recompute takes tens of GiB."""
 
 TOKENS, BATCH, LENGTH, CLASSES = 2000, 2, 256, 10
-_DECODER = {
-    "num_hidden_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": TOKENS,
-    "use_cache": False,
-    "attn_implementation": "sdpa",
-}
-
-
 ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
     "minigpt": {"batch_size": 8, "layers": 2, "seq_len": 256},
     "llama-grouped": {"count": 8},
@@ -94,29 +84,21 @@ def build(name: str, *, on_gpu: bool = False, **sizes: Any) -> ZooModel:
 
 
 def _llama(*, with_mask: bool, count: int = BATCH) -> ZooModel:
-    import transformers
-
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=704, **_DECODER))
+    made = of_text("LlamaConfig", "LlamaForCausalLM", count=count, intermediate_size=704, **_GROUPED)
     mask = {"attention_mask": torch.ones(count, LENGTH, dtype=torch.long)} if with_mask else {}
-    return ZooModel(name="llama", model=model.train(), example_kwargs={**_tokens(count), **mask})
+    return replace(made, example_kwargs={**made.example_kwargs, **mask})
 
 
 def _mixtral(*, count: int = BATCH) -> ZooModel:
-    import transformers
-
-    config = transformers.MixtralConfig(
-        intermediate_size=448,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        experts_implementation="grouped_mm",
-        **_DECODER,
-    )
-    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)  # all that grouped products are made for
-    return ZooModel(name="mixtral", model=model.train(), example_kwargs=_tokens(count))
+    made = of_text(
+        "MixtralConfig", "MixtralForCausalLM", count=count, intermediate_size=448, num_local_experts=4,
+        num_experts_per_tok=2, experts_implementation="grouped_mm", **_GROUPED,
+    )  # fmt: skip
+    return replace(made, model=made.model.to(torch.bfloat16))  # all that grouped products are made for
 
 
-def _tokens(count: int = BATCH) -> dict[str, Tensor]:
-    return {name: torch.randint(TOKENS, (count, LENGTH)) for name in ("input_ids", "labels")}
+def _tokens(count: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
+    return {name: torch.randint(TOKENS, (count, length)) for name in ("input_ids", "labels")}
 
 
 _SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -124,12 +106,13 @@ _TEXT: dict[str, Any] = {**_SIZES, "vocab_size": TOKENS}
 _GROUPED: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "use_cache": False}
 
 
-def _of_text(config: str, model: str, *, count: int = BATCH, **options: Any) -> ZooModel:
-    example = {name: torch.randint(TOKENS, (count, LENGTH)) for name in ("input_ids", "labels")}
-    return _model(config, model, example, **options)
+def of_text(config: str, model: str, *, count: int = BATCH, length: int = LENGTH, **options: Any) -> ZooModel:
+    """Build a model of ``transformers`` that reads tokens, with its configuration's own sizes but for ``options``."""
+    return _model(config, model, _tokens(count, length), **options)
 
 
-def _of_images(config: str, model: str, *, size: int = 96, count: int = 4, **options: Any) -> ZooModel:
+def of_images(config: str, model: str, *, size: int = 96, count: int = 4, **options: Any) -> ZooModel:
+    """Build one that reads images."""
     example = {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.randint(CLASSES, (count,))}
     return _model(config, model, example, num_labels=CLASSES, **options)
 
@@ -153,74 +136,74 @@ def _model(config: str, model: str, example: dict[str, torch.Tensor], **options:
 
 ARCHITECTURES: dict[str, Callable[[], ZooModel]] = {
     "mamba2": partial(
-        _of_text, "Mamba2Config", "Mamba2ForCausalLM", vocab_size=TOKENS, hidden_size=256, num_hidden_layers=2,
+        of_text, "Mamba2Config", "Mamba2ForCausalLM", vocab_size=TOKENS, hidden_size=256, num_hidden_layers=2,
         num_heads=8, head_dim=64, state_size=32, n_groups=1, chunk_size=64, use_cache=False,
     ),
     "bamba": partial(
-        _of_text, "BambaConfig", "BambaForCausalLM", intermediate_size=512, attn_layer_indices=[1, 3],
+        of_text, "BambaConfig", "BambaForCausalLM", intermediate_size=512, attn_layer_indices=[1, 3],
         mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_chunk_size=64, **_GROUPED,
     ),
     "bloom": partial(
-        _of_text, "BloomConfig", "BloomForCausalLM", vocab_size=TOKENS, hidden_size=256, n_layer=4, n_head=8,
+        of_text, "BloomConfig", "BloomForCausalLM", vocab_size=TOKENS, hidden_size=256, n_layer=4, n_head=8,
         use_cache=False,
     ),
     "mpt": partial(
-        _of_text, "MptConfig", "MptForCausalLM", vocab_size=TOKENS, d_model=256, n_layers=4, n_heads=8,
+        of_text, "MptConfig", "MptForCausalLM", vocab_size=TOKENS, d_model=256, n_layers=4, n_heads=8,
         use_cache=False,
     ),
-    "falcon-alibi": partial(_of_text, "FalconConfig", "FalconForCausalLM", alibi=True, use_cache=False, **_TEXT),
+    "falcon-alibi": partial(of_text, "FalconConfig", "FalconForCausalLM", alibi=True, use_cache=False, **_TEXT),
     "gpt-neox": partial(
-        _of_text, "GPTNeoXConfig", "GPTNeoXForCausalLM", intermediate_size=1024, use_cache=False, **_TEXT
+        of_text, "GPTNeoXConfig", "GPTNeoXForCausalLM", intermediate_size=1024, use_cache=False, **_TEXT
     ),
-    "phi": partial(_of_text, "PhiConfig", "PhiForCausalLM", intermediate_size=1024, use_cache=False, **_TEXT),
+    "phi": partial(of_text, "PhiConfig", "PhiForCausalLM", intermediate_size=1024, use_cache=False, **_TEXT),
     "gemma2": partial(
-        _of_text, "Gemma2Config", "Gemma2ForCausalLM", intermediate_size=512, head_dim=32, sliding_window=64, **_GROUPED
+        of_text, "Gemma2Config", "Gemma2ForCausalLM", intermediate_size=512, head_dim=32, sliding_window=64, **_GROUPED
     ),
     "olmoe": partial(
-        _of_text, "OlmoeConfig", "OlmoeForCausalLM", intermediate_size=256, num_experts=4, num_experts_per_tok=2,
+        of_text, "OlmoeConfig", "OlmoeForCausalLM", intermediate_size=256, num_experts=4, num_experts_per_tok=2,
         pad_token_id=0, eos_token_id=1, use_cache=False, **_TEXT,
     ),
     "qwen2-moe": partial(
-        _of_text, "Qwen2MoeConfig", "Qwen2MoeForCausalLM", intermediate_size=512, moe_intermediate_size=256,
+        of_text, "Qwen2MoeConfig", "Qwen2MoeForCausalLM", intermediate_size=512, moe_intermediate_size=256,
         shared_expert_intermediate_size=256, num_experts=4, num_experts_per_tok=2, **_GROUPED,
     ),
     "bart": partial(
-        _of_text, "BartConfig", "BartForConditionalGeneration", vocab_size=TOKENS, d_model=256, encoder_layers=2,
+        of_text, "BartConfig", "BartForConditionalGeneration", vocab_size=TOKENS, d_model=256, encoder_layers=2,
         decoder_layers=2, encoder_ffn_dim=1024, decoder_ffn_dim=1024, encoder_attention_heads=8,
         decoder_attention_heads=8, use_cache=False,
     ),
     "deberta-v2": partial(
-        _of_text, "DebertaV2Config", "DebertaV2ForMaskedLM", intermediate_size=1024, relative_attention=True,
+        of_text, "DebertaV2Config", "DebertaV2ForMaskedLM", intermediate_size=1024, relative_attention=True,
         pos_att_type=["p2c", "c2p"], **_TEXT,
     ),
-    "roformer": partial(_of_text, "RoFormerConfig", "RoFormerForMaskedLM", intermediate_size=1024, **_TEXT),
+    "roformer": partial(of_text, "RoFormerConfig", "RoFormerForMaskedLM", intermediate_size=1024, **_TEXT),
     "electra": partial(
-        _of_text, "ElectraConfig", "ElectraForMaskedLM", embedding_size=128, intermediate_size=1024, **_TEXT
+        of_text, "ElectraConfig", "ElectraForMaskedLM", embedding_size=128, intermediate_size=1024, **_TEXT
     ),
     "fnet": partial(
-        _of_text, "FNetConfig", "FNetForMaskedLM", vocab_size=TOKENS, hidden_size=256, num_hidden_layers=4,
+        of_text, "FNetConfig", "FNetForMaskedLM", vocab_size=TOKENS, hidden_size=256, num_hidden_layers=4,
         intermediate_size=1024, type_vocab_size=2,
     ),
     "swin": partial(
-        _of_images, "SwinConfig", "SwinForImageClassification", size=128, image_size=128, embed_dim=48,
+        of_images, "SwinConfig", "SwinForImageClassification", size=128, image_size=128, embed_dim=48,
         depths=[2, 2, 2], num_heads=[3, 6, 12], window_size=4,
     ),
     "regnet": partial(
-        _of_images, "RegNetConfig", "RegNetForImageClassification", embedding_size=32,
+        of_images, "RegNetConfig", "RegNetForImageClassification", embedding_size=32,
         hidden_sizes=[64, 128, 256, 256], depths=[1, 2, 2, 1], groups_width=32,
     ),
-    "mobilenet-v2": partial(_of_images, "MobileNetV2Config", "MobileNetV2ForImageClassification", count=8),
-    "poolformer": partial(_of_images, "PoolFormerConfig", "PoolFormerForImageClassification", depths=[2, 2, 2, 2]),
-    "segformer": partial(_of_images, "SegformerConfig", "SegformerForImageClassification", depths=[1, 1, 2, 1]),
+    "mobilenet-v2": partial(of_images, "MobileNetV2Config", "MobileNetV2ForImageClassification", count=8),
+    "poolformer": partial(of_images, "PoolFormerConfig", "PoolFormerForImageClassification", depths=[2, 2, 2, 2]),
+    "segformer": partial(of_images, "SegformerConfig", "SegformerForImageClassification", depths=[1, 1, 2, 1]),
     "beit": partial(
-        _of_images, "BeitConfig", "BeitForImageClassification", image_size=96, patch_size=8, intermediate_size=1024,
+        of_images, "BeitConfig", "BeitForImageClassification", image_size=96, patch_size=8, intermediate_size=1024,
         use_relative_position_bias=True, **_SIZES,
     ),
     "hifigan": _hifigan,
     "evoformer": evoformer,
     "graph-transformer": graph_transformer,
     "dinov2": partial(
-        _of_images, "Dinov2Config", "Dinov2ForImageClassification", size=98, image_size=98, patch_size=14, **_SIZES
+        of_images, "Dinov2Config", "Dinov2ForImageClassification", size=98, image_size=98, patch_size=14, **_SIZES
     ),
 }  # fmt: skip
 """Architectures of ``transformers`` that neither zoo nor capture was made for, small, with random weights: state-space

@@ -44,14 +44,10 @@ def environment(name: str, arguments: Sequence[str]) -> Result:
     return {
         "benchmark": name,
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *_without_destination(arguments)]),
-        "is_resumed": "--resume" in arguments,
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "cpus": available_cores(),
+        "is_resumed": "--resume" in arguments, "date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__,
+        "python": platform.python_version(), "threads": torch.get_num_threads(), "cpus": available_cores(),
         "load_average": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-    }
+    }  # fmt: skip
 
 
 def earlier(name: str, destination: str) -> Result:
@@ -176,8 +172,8 @@ def chosen(wanted: str | None, known: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def ratios(text: str) -> list[float]:
-    """Read percentages with commas as ratios.
+def ratios(text: str, *, are_multiples: bool = False) -> list[float]:
+    """Read percentages with commas as ratios: shares of a whole or, if asked for, multiples of it.
 
     Examples
     --------
@@ -188,7 +184,7 @@ def ratios(text: str) -> list[float]:
         found = [float(part.strip().removesuffix("%")) / 100 for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < ratio <= 1 for ratio in found):
+    if not found or not all(1 <= ratio < 100 if are_multiples else 0 < ratio <= 1 for ratio in found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentages such as 80,60")
     return found
 

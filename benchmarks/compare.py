@@ -75,26 +75,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
     parser = common.parser("compare", __doc__)
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(CASES)} (default: {MODELS})")
-    parser.add_argument(
-        "--size",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="sizes for two CPU cores, or on a GPU for tens of GiB (default: cpu)",
-    )
-    parser.add_argument(
-        "--ratios",
-        metavar="PERCENT",
-        type=common.ratios,
-        default="100,80,60,40,20,1",
-        help="activation_memory_budget of PyTorch's partitioner (default: 100,80,60,40,20,1)",
-    )
-    parser.add_argument(
-        "--shares",
-        metavar="PERCENT",
-        type=common.ratios,
-        default="90,80,70,60,50,40,30,20",
-        help="of the peak of eager, with --inductor of torch.compile alone, to plan for (default: 90,80,...,20)",
-    )
+    sized = "sizes for two CPU cores, or on a GPU for tens of GiB (default: cpu)"
+    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu", help=sized)
+    percentages: Result = {"metavar": "PERCENT", "type": common.ratios}
+    ratios = "activation_memory_budget of PyTorch's partitioner (default: 100,80,60,40,20,1)"
+    parser.add_argument("--ratios", default="100,80,60,40,20,1", help=ratios, **percentages)
+    shares = "of the peak of eager, with --inductor of torch.compile alone, to plan for (default: 90,80,...,20)"
+    parser.add_argument("--shares", default="90,80,70,60,50,40,30,20", help=shares, **percentages)
     parser.add_argument("--seconds", metavar="S", type=float, default=60.0, help="to time one model (default: 60)")
     parser.add_argument("--time-limit", metavar="S", type=float, default=8.0, help="for each solve (default: 8)")
     parser.add_argument("--inductor", action="store_true", help="compare what is compiled, and nothing else")
@@ -332,12 +319,8 @@ def _plan(
     """Plan for a peak, and run the plan."""
     compiled = options.get("runtime") == "inductor"
     row: Result = {
-        "way": f"planned {title}",
-        "ours": True,
-        "compiled": compiled,
-        "status": "run",
-        "budget_bytes": budget_bytes,
-    }
+        "way": f"planned {title}", "ours": True, "compiled": compiled, "status": "run", "budget_bytes": budget_bytes,
+    }  # fmt: skip
     begun = time.perf_counter()
     try:
         planner.auto_wrap(

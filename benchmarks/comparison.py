@@ -51,13 +51,10 @@ def against(rows: Sequence[Result]) -> Result:
         doubt = 2 * math.hypot(*(one.get("time_ratio_error", 0.0) for one in (own, row)))
         compared.append(
             {
-                "way": row["way"],
-                "theirs": theirs,
-                "ours": paid,
-                "quotient": max(paid, NOISE / 4) / theirs,
+                "way": row["way"], "theirs": theirs, "ours": paid, "quotient": max(paid, NOISE / 4) / theirs,
                 "is_worse": paid > theirs + doubt,
             }
-        )
+        )  # fmt: skip
     lowest = {
         "ours": min((row["peak_bytes"] for row in ours), default=None),
         "theirs": min((row["peak_bytes"] for row in rows if _counts(row)), default=None),
@@ -103,15 +100,10 @@ def summary(models: Sequence[Result]) -> list[Result]:
         met = mean is not None and mean <= goal and not worse
         found.append(
             {
-                "kind": kind,
-                "goal": goal,
-                "points": len(points),
-                "mean": mean,
-                "worst": worst,
-                "worse": worse,
+                "kind": kind, "goal": goal, "points": len(points), "mean": mean, "worst": worst, "worse": worse,
                 "met": met,
             }
-        )
+        )  # fmt: skip
     return found
 
 

@@ -25,14 +25,8 @@ from benchmarks.libraries import LIBRARIES, absent, architectures
 from benchmarks.trial import TOLERANCE, Case, run
 
 PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    *LIBRARIES,
-    "planner.api",
-    "planner.runtimes.auto",
-    "highspy",
-    "benchmarks.trial",
-]
+    "torch", "torch._dynamo", *LIBRARIES, "planner.api", "planner.runtimes.auto", "highspy", "benchmarks.trial",
+]  # fmt: skip
 """What every process needs, imported once; what is not installed is passed over."""
 
 
@@ -53,12 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     names = _chosen(args.models, list(known))
     done = common.earlier("coverage", args.json).get("models", []) if args.resume else []
     result: Result = {
-        **common.environment("coverage", arguments),
-        "threads": 1,
-        "known": len(known),
-        "absent": absent(),
+        **common.environment("coverage", arguments), "threads": 1, "known": len(known), "absent": absent(),
         "models": [row for row in done if row["model"] in known],
-    }
+    }  # fmt: skip
     kept = {row["model"] for row in result["models"]}
     result["kept"] = len(kept)
     until = time.monotonic() + 60 * args.minutes
@@ -192,16 +183,12 @@ def _cells(row: Result) -> list[object]:
     steps, eager_bytes = row["steps"], row["eager_peak_bytes"]
     of_budget = max(step["measured_bytes"] / step["budget_bytes"] for step in steps)
     return [
-        row["model"],
-        row["runtime"],
-        percent(row["smallest_bytes"] / eager_bytes),
+        row["model"], row["runtime"], percent(row["smallest_bytes"] / eager_bytes),
         f"{percent(row['overhead'])} ({percent(row['lower_bound_overhead'])})",
-        "yes" if row["bitwise_equal"] else f"{row['distance']:.1g}",
-        mebibytes(eager_bytes),
-        f"{_of_prediction(row):.3f}",
-        f"{of_budget:.3f}" + ("" if "infeasible" not in row else " *"),
+        "yes" if row["bitwise_equal"] else f"{row['distance']:.1g}", mebibytes(eager_bytes),
+        f"{_of_prediction(row):.3f}", f"{of_budget:.3f}" + ("" if "infeasible" not in row else " *"),
         f"{row['seconds_to_plan']:.1f}",
-    ]
+    ]  # fmt: skip
 
 
 def _markdown(result: Result) -> str:

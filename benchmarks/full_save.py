@@ -71,13 +71,9 @@ def _cells(entry: Result) -> list[object]:
     if entry["status"] != "run":
         return [entry["model"], entry["reason"], "-", "-", "-", "-"]
     return [
-        entry["model"],
-        mebibytes(entry["eager_peak_bytes"]),
-        f"{1e3 * entry['eager_seconds']:.0f}",
-        f"{entry['peak_ratio']:.4f}",
-        f"{entry['time_ratio']:.3f}",
-        "yes" if entry["bitwise_equal"] else "no",
-    ]
+        entry["model"], mebibytes(entry["eager_peak_bytes"]), f"{1e3 * entry['eager_seconds']:.0f}",
+        f"{entry['peak_ratio']:.4f}", f"{entry['time_ratio']:.3f}", "yes" if entry["bitwise_equal"] else "no",
+    ]  # fmt: skip
 
 
 def _markdown(result: Result) -> str:

@@ -268,10 +268,6 @@ def _markdown(result: Result) -> str:
     return common.page(f"On a GPU: {facts.get('gpu', 'unknown')}", result, *(part for part in parts if part))
 
 
-def _in_words(row: Result) -> str:
-    return "; ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in row.items())
-
-
 def _step_cells(row: Result, eager: dict[tuple[str, str | None], float]) -> list[object]:
     start: list[object] = [f"{row.get('model', row['case'])}, {row['what']}"]
     if row.get("status") == "error" and "seconds" not in row:

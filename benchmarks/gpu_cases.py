@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import planner
+from benchmarks import loops
 from benchmarks.attention import differences
 from benchmarks.common import Result
 from benchmarks.peers import compiled_peers, peers
@@ -66,54 +67,28 @@ def _facts(case: Result) -> Rows:
     facts = torch.cuda.get_device_properties(where)
     spec = devices.here(where)
     yield {
-        "gpu": facts.name,
-        "device": spec.name,
-        "architecture": f"sm{facts.major}{facts.minor}",
-        "multiprocessors": facts.multi_processor_count,
-        "memory_bytes": torch.cuda.mem_get_info()[1],
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
+        "gpu": facts.name, "device": spec.name, "architecture": f"sm{facts.major}{facts.minor}",
+        "multiprocessors": facts.multi_processor_count, "memory_bytes": torch.cuda.mem_get_info()[1],
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+    }  # fmt: skip
     asked, found = differences(where)
     yield {"attention_calls": asked, "attention_differences": len(found), "examples": found[:20]}
-    measured = calibration.calibrate(where)
+    rates = {"calibration": calibration.calibrate(where), "table": spec}
+    single = ("bandwidth_bytes_per_second", "launch_seconds", "host_link_bytes_per_second")
     yield {
-        "calibration": {
-            "flops_per_second": dict(measured.flops_per_second),
-            "bandwidth_bytes_per_second": measured.bandwidth_bytes_per_second,
-            "launch_seconds": measured.launch_seconds,
-            "host_link_bytes_per_second": measured.host_link_bytes_per_second,
-        },
-        "table": {
-            "flops_per_second": dict(spec.flops_per_second),
-            "bandwidth_bytes_per_second": spec.bandwidth_bytes_per_second,
-            "launch_seconds": spec.launch_seconds,
-            "host_link_bytes_per_second": spec.host_link_bytes_per_second,
-        },
+        kind: {"flops_per_second": dict(each.flops_per_second), **{name: getattr(each, name) for name in single}}
+        for kind, each in rates.items()
     }
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.narrow, self.drop = nn.Linear(4 * width, width), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
-
-
-class Tower(nn.Module):
+class Tower(loops.Tower):
     """Blocks with dropout; gives its loss."""
 
     def __init__(self, width: int = 512, depth: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        super().__init__(width, depth, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        return super().forward(x).square().mean()
 
 
 def _tiny(case: Result) -> Rows:
@@ -374,13 +349,10 @@ def _measured(step: Callable[[], None], model: nn.Module) -> Result:
 
 def _predicted(plan: planner.Plan) -> Result:
     found: Result = {
-        "status": plan.status,
-        "budget_bytes": plan.budget_bytes,
-        "predicted_requested_bytes": plan.peak_bytes,
-        "predicted_seconds": plan.baseline_step_seconds * (1 + plan.overhead),
-        "predicted_overhead": plan.overhead,
+        "status": plan.status, "budget_bytes": plan.budget_bytes, "predicted_requested_bytes": plan.peak_bytes,
+        "predicted_seconds": plan.baseline_step_seconds * (1 + plan.overhead), "predicted_overhead": plan.overhead,
         "lower_bound_overhead": plan.lower_bound_overhead,
-    }
+    }  # fmt: skip
     if plan.reserved is not None:
         found["predicted_allocated_bytes"] = plan.reserved.allocated_bytes
         found["predicted_reserved_bytes"] = plan.reserved.reserved_bytes
@@ -393,14 +365,9 @@ def _failed(error: Exception) -> Result:
 
 
 CASES: dict[str, Callable[[Result], Rows]] = {
-    "facts": _facts,
-    "tiny": _tiny,
-    "model": _model,
-    "offload": _offload,
-    "peers": _peers,
-    "largest": _largest,
+    "facts": _facts, "tiny": _tiny, "model": _model, "offload": _offload, "peers": _peers, "largest": _largest,
     "snapshot": _snapshot,
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     main(sys.argv[1])

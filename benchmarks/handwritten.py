@@ -103,50 +103,7 @@ def _packed(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     return _word_loss(model.head(states), targets[:, : states.shape[1]])
 
 
-@written("lstm-cells", _rows(12, WIDTH), lambda: {"cell": nn.LSTMCell(WIDTH, WIDTH), "head": nn.Linear(WIDTH, 1)})
-def _cells(model: Any, steps: Tensor) -> Tensor:
-    """Run a recurrent cell in a Python loop."""
-    state, total = None, steps.new_zeros(())
-    for step in steps.unbind(1):
-        state = model.cell(step, state)
-        total = total + model.head(state[0]).pow(2).mean()
-    return total
-
-
 # Pictures.
-
-
-def _separable_parts() -> dict[str, Any]:
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
-    for _ in range(4):
-        layers += [nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False), nn.BatchNorm2d(32), nn.ReLU6(inplace=True)]
-        layers += [nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32), nn.Hardswish(inplace=True)]
-    return {"body": nn.Sequential(*layers), "head": nn.Linear(32, 10)}
-
-
-@written("separable-convolutions", _images, _separable_parts)
-def _separable(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    """Run depthwise and pointwise convolutions with batch norm, as of MobileNet."""
-    return functional.cross_entropy(model.head(model.body(images).mean((2, 3))), labels)
-
-
-def _residual_block() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(24, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1)
-    )
-
-
-@written("stochastic-depth", _images, lambda: {
-    "first": nn.Conv2d(3, 24, 3, padding=1), "head": nn.Linear(24, 10),
-    "blocks": nn.ModuleList(_residual_block() for _ in range(5)),
-})  # fmt: skip
-def _stochastic_depth(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    """Leave out whole residual blocks at random, of each picture on its own."""
-    x = model.first(images)
-    for block in model.blocks:
-        kept = torch.rand(len(x), 1, 1, 1) >= 0.3
-        x = torch.relu(x + block(x) * kept / 0.7)
-    return functional.cross_entropy(model.head(x.mean((2, 3))), labels)
 
 
 def _boxes() -> tuple[Any, ...]:
@@ -212,26 +169,6 @@ def _transformer(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     return _word_loss(model.head(states), targets[:, 1:])
 
 
-@written("experts-by-rows", _rows(WIDTH), lambda: {
-    "routers": nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(3)),
-    "experts": nn.ModuleList(nn.ModuleList(_perceptron(WIDTH, 2 * WIDTH, WIDTH) for _ in range(4)) for _ in range(3)),
-})  # fmt: skip
-def _experts(model: Any, x: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Call each expert on the rows that it was given, with a loss that keeps them busy alike."""
-    auxiliary = x.new_zeros(())
-    for router, experts in zip(model.routers, model.experts, strict=True):
-        shares = router(x).softmax(-1)
-        weights, chosen = shares.topk(2, -1)
-        mixed = torch.zeros_like(x)
-        for number, expert in enumerate(experts):
-            rows, place = (chosen == number).nonzero(as_tuple=True)
-            mixed.index_add_(0, rows, expert(x[rows]) * weights[rows, place, None])
-        busy = functional.one_hot(chosen, len(experts)).float().mean((0, 1))
-        auxiliary = auxiliary + (busy * shares.mean(0)).sum()
-        x = x + mixed
-    return x.pow(2).mean() + 0.01 * auxiliary, {"auxiliary": float(auxiliary.detach())}
-
-
 # Graphs.
 
 
@@ -295,15 +232,6 @@ def _gan(model: Any, noise: Tensor) -> Tensor:
     return functional.softplus(-model.discriminator(model.generator(noise))).mean()
 
 
-@written("gradient-penalty", _pair, lambda: {"critic": _perceptron(WIDTH, 128, 128, 1)})
-def _gradient_penalty(model: Any, real: Tensor, fake: Tensor) -> Tensor:
-    """Return a critic's loss with a penalty on its gradient, as of WGAN-GP: a derivative within the forward."""
-    share = torch.rand(len(real), 1)
-    between = (share * real + (1 - share) * fake).requires_grad_()
-    (gradient,) = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)
-    return (model.critic(fake) - model.critic(real)).mean() + 10 * (gradient.norm(dim=1) - 1).pow(2).mean()
-
-
 @written("physics-torch-func", _rows(2), lambda: {"network": _perceptron(2, WIDTH, WIDTH, 1)})
 def _physics(model: Any, points: Tensor) -> Tensor:
     """Return a residual of an equation, with derivatives by ``torch.func``."""
@@ -338,16 +266,6 @@ def _moving_average(model: Any, first: Tensor, second: Tensor) -> Tensor:
     return 2 - 2 * (functional.normalize(model.online(first), dim=-1) * wanted).sum(-1).mean()
 
 
-@written("ctc", lambda: (torch.randn(8, 20, 80), torch.randint(1, 30, (8, 6))), lambda: {
-    "body": nn.Sequential(nn.Conv1d(20, WIDTH, 5, 2, 2), nn.ReLU(), nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.ReLU()),
-    "head": nn.Linear(WIDTH, 30),
-})  # fmt: skip
-def _ctc(model: Any, sounds: Tensor, targets: Tensor) -> Tensor:
-    chances = model.head(model.body(sounds).transpose(1, 2)).log_softmax(-1).transpose(0, 1)
-    lengths = (torch.full((len(sounds),), len(chances)), torch.full((len(sounds),), targets.shape[1]))
-    return functional.ctc_loss(chances, targets, *lengths)
-
-
 # Densities and sampling.
 
 
@@ -380,21 +298,6 @@ def _flow(model: Any, x: Tensor) -> Tensor:
     return (0.5 * x.pow(2).sum(-1) - volume).mean()
 
 
-@written("mixture-density", _rows(WIDTH), lambda: {"network": _perceptron(WIDTH, 128, 5 * 3)})
-def _mixture_density(model: Any, x: Tensor) -> Tensor:
-    weight, mean, deviation = model.network(x).chunk(3, -1)
-    parts = torch.distributions.Normal(mean, functional.softplus(deviation) + 1e-3)
-    mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(logits=weight), parts)
-    return -mixture.log_prob(x[:, 0]).mean()
-
-
-@written("numpy-noise", _rows(WIDTH), lambda: {"network": _perceptron(WIDTH, 128, 128, 1)})
-def _numpy_noise(model: Any, x: Tensor) -> Tensor:
-    """Add noise that numpy draws."""
-    noise = torch.from_numpy(numpy.random.normal(0, 0.1, x.shape).astype("float32"))
-    return model.network(x + noise).pow(2).mean()
-
-
 # Numbers and transforms.
 
 
@@ -411,20 +314,6 @@ def _fourier(model: Any, x: Tensor) -> Tensor:
         back = torch.fft.irfft(functional.pad(kept, (0, spectrum.shape[-1] - 8)), x.shape[-1])
         x = functional.gelu(back + model.mix(x))
     return model.head(x).pow(2).mean()
-
-
-@written("complex-numbers", _rows(WIDTH), lambda: {
-    "layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat) for _ in range(3)),
-})  # fmt: skip
-def _complex(model: Any, x: Tensor) -> Tensor:
-    """Run linear layers of complex numbers, and rotate pairs, as rotary positions are often written."""
-    z = torch.complex(x, x.roll(1, -1))
-    for layer in model.layers:
-        z = layer(z)
-        z = z / (1 + z.abs())
-    angle = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) / 10)
-    turned = torch.view_as_real(torch.view_as_complex(z.real.reshape(*x.shape[:-1], -1, 2).contiguous()) * angle)
-    return turned.pow(2).mean() + z.abs().mean()
 
 
 @written("gaussian-process", _rows(WIDTH), lambda: {
@@ -575,19 +464,6 @@ def _weight_norm(model: Any, steps: Tensor) -> Tensor:
     for n, layer in enumerate(model.layers):
         x = x + torch.relu(layer(functional.pad(x, (2 * 2**n, 0))))
     return functional.mse_loss(x[..., :-1], steps.transpose(1, 2)[..., 1:])
-
-
-@written("vmapped-ensemble", _rows(WIDTH), lambda: {
-    "first": nn.Parameter(torch.randn(4, WIDTH, 64) / 8), "second": nn.Parameter(torch.randn(4, 64, 1) / 8),
-})  # fmt: skip
-def _ensemble(model: Any, x: Tensor) -> Tensor:
-    """Run several networks at once by ``vmap`` over stacked weights."""
-
-    def one(first: Tensor, second: Tensor) -> Tensor:
-        return (torch.tanh(x @ first) @ second).pow(2).mean()
-
-    losses: Tensor = torch.vmap(one)(model.first, model.second)
-    return losses.sum()
 
 
 class Hooked(nn.Module):

@@ -83,13 +83,10 @@ def _torchvision() -> Named:
 
 
 _FRAMES = {
-    "deeplabv3_mobilenet_v3_large": (2, 3, 96, 96),
-    "fcn_resnet50": (2, 3, 96, 96),
-    "lraspp_mobilenet_v3_large": (2, 3, 96, 96),
-    "r3d_18": (1, 3, 8, 56, 56),
-    "s3d": (1, 3, 16, 224, 224),
+    "deeplabv3_mobilenet_v3_large": (2, 3, 96, 96), "fcn_resnet50": (2, 3, 96, 96),
+    "lraspp_mobilenet_v3_large": (2, 3, 96, 96), "r3d_18": (1, 3, 8, 56, 56), "s3d": (1, 3, 16, 224, 224),
     "raft_small": (1, 3, 128, 128),
-}
+}  # fmt: skip
 """Models of pictures that give a picture, of films and of two pictures, and the shape of what they read."""
 
 _DETECTORS = (

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +138,33 @@ def _adamw(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for model in models for p in model.parameters()], lr=1e-3)
 
 
-@loop("loss outside, AdamW")
-def _outside() -> Loop:
-    model, (x, y) = Tower(), _batch()
-    optimizer = _adamw(model)
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
-    def run() -> None:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+Iteration = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
+
+
+def iteration(name: str, kind: type[Tower] = Tower) -> Callable[[Iteration], Iteration]:
+    """Register the loop of one model, AdamW and a batch that has this iteration."""
+
+    def registered(iterate: Iteration) -> Iteration:
+        def made() -> Loop:
+            model, (x, y) = kind(), _batch()
+            optimizer = _adamw(model)
+            return Loop([model], partial(iterate, model, optimizer, x, y), data=[x, y], optimizers=[optimizer])
+
+        LOOPS[name] = made
+        return iterate
+
+    return registered
+
+
+@iteration("loss outside, AdamW")
+def _outside(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    _step(optimizer)
 
 
 @loop("loss outside, logits held, label smoothing, accuracy")
@@ -160,8 +177,7 @@ def _accuracy() -> Loop:
         loss = F.cross_entropy(logits, y, label_smoothing=0.1)
         accuracy = (logits.argmax(1) == y).float().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
         assert accuracy.item() >= 0
 
     return Loop([model], run, data=[x, y], optimizers=[optimizer])
@@ -177,24 +193,16 @@ def _images() -> Loop:
             loss = F.cross_entropy(model(x), y)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, data=[x, y], optimizers=[optimizer])
 
 
-@loop("own loss, logits dropped (Trainer)")
-def _trainer() -> Loop:
-    model, (x, y) = WithLoss(), _batch()
-    optimizer = _adamw(model)
-
-    def run() -> None:
-        loss = model(x, y)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+@iteration("own loss, logits dropped (Trainer)", WithLoss)
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = model(x, y)["loss"]
+    loss.backward()
+    _step(optimizer)
 
 
 @loop("own loss, outputs bound again")
@@ -206,38 +214,24 @@ def _kept() -> Loop:
     def run() -> None:
         kept["outputs"] = model(x, y)
         kept["outputs"]["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, data=[x, y], optimizers=[optimizer], kept=kept)
 
 
-@loop("four micro-batches")
-def _micro() -> Loop:
-    model, (x, y) = WithLoss(), _batch()
-    optimizer = _adamw(model)
-
-    def run() -> None:
-        for part in range(4):
-            (model(x, y.roll(part))["loss"] / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+@iteration("four micro-batches", WithLoss)
+def _micro(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    for part in range(4):
+        (model(x, y.roll(part))["loss"] / 4).backward()
+    _step(optimizer)
 
 
-@loop("gradients zeroed after the forward (Lightning)")
-def _zeroed_late() -> Loop:
-    model, (x, y) = WithLoss(), _batch()
-    optimizer = _adamw(model)
-
-    def run() -> None:
-        loss = model(x, y)["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+@iteration("gradients zeroed after the forward (Lightning)", WithLoss)
+def _zeroed_late(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = model(x, y)["loss"]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 @loop("two calls, contrastive loss")
@@ -248,8 +242,7 @@ def _contrastive() -> Loop:
     def run() -> None:
         left, right = F.normalize(model(x)), F.normalize(model(other))
         F.cross_entropy(left @ right.T / 0.1, torch.arange(ROWS)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, data=[x, other], optimizers=[optimizer])
 
@@ -265,8 +258,7 @@ def _cell() -> Loop:
             state = model(x + state)
             total = total + state.square().mean()
         total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, optimizers=[optimizer])
 
@@ -280,11 +272,9 @@ def _gan() -> Loop:
         made = maker(torch.randn(ROWS, WIDTH))
         loss = F.softplus(-judge(real)).mean() + F.softplus(judge(made.detach())).mean()
         loss.backward()
-        of_judge.step()
-        of_judge.zero_grad()
+        _step(of_judge)
         F.softplus(-judge(made)).mean().backward()
-        of_maker.step()
-        of_maker.zero_grad()
+        _step(of_maker)
         of_judge.zero_grad()
 
     return Loop([maker, judge], run, data=[real], optimizers=[of_maker, of_judge])
@@ -299,8 +289,7 @@ def _teacher() -> Loop:
         with torch.no_grad():
             wanted = F.softmax(teacher(x) / 2, -1)
         F.kl_div(F.log_softmax(student(x) / 2, -1), wanted, reduction="batchmean").backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([student], run, data=[x], optimizers=[optimizer])
 
@@ -316,8 +305,7 @@ def _preferences() -> Loop:
             base = -F.cross_entropy(reference(x), y, reduction="none")
         ratio = (chosen - base).view(2, -1)
         F.softplus(0.1 * (ratio[1] - ratio[0])).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, data=[x, y], optimizers=[optimizer])
 
@@ -335,41 +323,26 @@ def _cached() -> Loop:
         assert found.grad is not None
         for part, gradient in zip(x.chunk(2), found.grad.chunk(2), strict=True):
             (model(part) * gradient).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, data=[x], optimizers=[optimizer])
 
 
-@loop("two backwards of two calls (GRPO)")
-def _two_backwards() -> Loop:
-    model, (x, y) = Tower(), _batch()
-    optimizer = _adamw(model)
-
-    def run() -> None:
-        for part in range(2):
-            first = F.cross_entropy(model(x), y.roll(part))
-            second = F.cross_entropy(model(x.flip(0)), y)
-            (first + second).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+@iteration("two backwards of two calls (GRPO)")
+def _two_backwards(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    for part in range(2):
+        first = F.cross_entropy(model(x), y.roll(part))
+        second = F.cross_entropy(model(x.flip(0)), y)
+        (first + second).backward()
+    _step(optimizer)
 
 
-@loop("two losses, retain_graph")
-def _retained() -> Loop:
-    model, (x, y) = Tower(), _batch()
-    optimizer = _adamw(model)
-
-    def run() -> None:
-        logits = model(x)
-        F.cross_entropy(logits, y).backward(retain_graph=True)
-        logits.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+@iteration("two losses, retain_graph")
+def _retained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    logits = model(x)
+    F.cross_entropy(logits, y).backward(retain_graph=True)
+    logits.square().mean().backward()
+    _step(optimizer)
 
 
 @loop("gradient penalty around the model")
@@ -382,8 +355,7 @@ def _penalty() -> Loop:
         (gradient,) = torch.autograd.grad(score, given, create_graph=True)
         (score + (gradient.norm(dim=1) - 1).square().mean()).backward()
         given.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
 
     return Loop([model], run, data=[given], optimizers=[optimizer], runtime="modules", share=1.3)
 
@@ -395,8 +367,7 @@ def _average() -> Loop:
 
     def run() -> None:
         model(x, y)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(optimizer)
         with torch.no_grad():
             if not average:
                 average.extend(p.detach().clone() for p in model.parameters())
@@ -406,19 +377,12 @@ def _average() -> Loop:
     return Loop([model], run, data=[x, y], optimizers=[optimizer], beside=[average])
 
 
-@loop("saved tensors on the host (save_on_cpu around)")
-def _hooks() -> Loop:
-    model, (x, y) = WithLoss(), _batch()
-    optimizer = _adamw(model)
-
-    def run() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-            loss = model(x, y)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Loop([model], run, data=[x, y], optimizers=[optimizer])
+@iteration("saved tensors on the host (save_on_cpu around)", WithLoss)
+def _hooks(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        loss = model(x, y)["loss"]
+    loss.backward()
+    _step(optimizer)
 
 
 @contextmanager

@@ -51,17 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 def solve(problem: Problem, reference: Reference, solver: str, time_limit_seconds: float) -> Result:
     """Solve an instance and set what comes out beside what is known."""
     row: Result = {
-        "name": reference.name,
-        "operations": len(problem.graph.operations),
-        "base_cost": reference.base_cost,
-        "published_cost": reference.published_cost,
-        "best_known_cost": reference.best_known_cost,
-        "cost": None,
-        "lower_bound": None,
-        "ratio": None,
-        "solver": solver,
-        "contradicts": None,
-    }
+        "name": reference.name, "operations": len(problem.graph.operations), "base_cost": reference.base_cost,
+        "published_cost": reference.published_cost, "best_known_cost": reference.best_known_cost, "cost": None,
+        "lower_bound": None, "ratio": None, "solver": solver, "contradicts": None,
+    }  # fmt: skip
     started = time.perf_counter()
     try:
         solution = solvers.solve(problem, solver, time_limit_seconds=time_limit_seconds)
@@ -125,17 +118,11 @@ def _cells(row: Result) -> list[object]:
 
     gap = row["cost"] / row["lower_bound"] - 1 if row["cost"] and row["lower_bound"] else None
     return [
-        row["name"],
-        row["operations"],
-        cost("cost") if row["cost"] is not None else "no plan found",
-        cost("lower_bound"),
-        common.percent(gap, 3),
-        cost("best_known_cost"),
-        "-" if row["ratio"] is None else f"{row['ratio']:.5f}",
-        cost("published_cost"),
-        f"{row['seconds']:.1f}",
+        row["name"], row["operations"], cost("cost") if row["cost"] is not None else "no plan found",
+        cost("lower_bound"), common.percent(gap, 3), cost("best_known_cost"),
+        "-" if row["ratio"] is None else f"{row['ratio']:.5f}", cost("published_cost"), f"{row['seconds']:.1f}",
         row["solver"],
-    ]
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -147,16 +147,11 @@ def _cells(name: str, row: Result) -> list[object]:
     if "measured_overhead" not in row:
         return [name, budget, f"no plan below {mebibytes(row['least_bytes'])}", *["-"] * 6]
     return [
-        name,
-        budget,
-        mebibytes(row["predicted_peak_bytes"]),
-        mebibytes(row["measured_peak_bytes"]),
-        percent(row["predicted_overhead"]),
-        percent(row["measured_overhead"]),
-        f"{100 * _points(row):+.1f}",
+        name, budget, mebibytes(row["predicted_peak_bytes"]), mebibytes(row["measured_peak_bytes"]),
+        percent(row["predicted_overhead"]), percent(row["measured_overhead"]), f"{100 * _points(row):+.1f}",
         f"{percent(row['predicted_recompute'])} / {percent(row['measured_recompute'])}",
         "equal" if row["bitwise_equal"] else "DIFFER",
-    ]
+    ]  # fmt: skip
 
 
 def _markdown(result: Result) -> str:

@@ -86,21 +86,12 @@ def _row(figure: Figure, limit_seconds: float) -> Result:
     free = _plan(figure, {"budget": "1TiB"}, limit_seconds, compare=True)
     every = next(row for row in free.baselines if row.name == "every layer")
     row: Result = {
-        "figure": figure.name,
-        "published": figure.published,
-        "stated": figure.stated,
-        "assumed": figure.assumed,
-        "finding": figure.finding,
-        "model": figure.model,
-        "sizes": figure.sizes,
-        "device": figure.device,
-        "peak_bytes": free.baseline_peak_bytes,
-        "optimizer_peak_bytes": free.optimizer_peak_bytes,
-        "static_bytes": free.total_static_bytes,
-        "step_seconds": free.baseline_step_seconds,
-        "every_layer_peak_bytes": every.peak_bytes,
-        "every_layer_overhead": every.overhead,
-    }
+        "figure": figure.name, "published": figure.published, "stated": figure.stated, "assumed": figure.assumed,
+        "finding": figure.finding, "model": figure.model, "sizes": figure.sizes, "device": figure.device,
+        "peak_bytes": free.baseline_peak_bytes, "optimizer_peak_bytes": free.optimizer_peak_bytes,
+        "static_bytes": free.total_static_bytes, "step_seconds": free.baseline_step_seconds,
+        "every_layer_peak_bytes": every.peak_bytes, "every_layer_overhead": every.overhead,
+    }  # fmt: skip
     if every.peak_bytes is None:
         return row
     plan = _plan(figure, {"budget": max(every.peak_bytes, free.optimizer_peak_bytes)}, limit_seconds, compare=False)

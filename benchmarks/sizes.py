@@ -10,7 +10,6 @@ missed.
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import sys
 import time
@@ -27,7 +26,9 @@ from torch.nn import functional
 
 import planner
 from benchmarks import common
+from benchmarks.cases import of_text
 from benchmarks.common import Result, mebibytes, percent
+from benchmarks.loops import Tower
 from planner.capture import joint_capture
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import measure_peak
@@ -97,7 +98,7 @@ def trained(case: Case, steps: int | None = None) -> Result:
     planner.auto_wrap(
         wrapped, budget=planner.Budget(activations=budget_bytes), search=planner.Search(time_limit_seconds=2.0)
     )
-    with _captures() as captures:
+    with _programs() as captures:
         ours = _Loop(wrapped).run(calls)
     marked = _marked(copy.deepcopy(model), calls, theirs, budget_bytes)
     begun = _begun(wrapped, ours, sizes)
@@ -105,27 +106,13 @@ def trained(case: Case, steps: int | None = None) -> Result:
     over = [peak for peak in peaks if peak["peak_bytes"] > peak["budget_bytes"]]
     alone = [*sizes.values()][-1], largest
     return {
-        "steps": len(calls),
-        "sizes": len(sizes),
-        "captures": captures,
-        "eager_peak_bytes": eager_bytes,
-        "budget_bytes": budget_bytes,
-        "largest_peak_bytes": max(peak["peak_bytes"] for peak in peaks),
-        "over_budget": len(over),
-        "peaks": peaks,
-        "plain_seconds": sum(step.cpu_seconds for step in theirs),
-        "planned_seconds": sum(step.cpu_seconds for step in ours),
-        "first_seconds": sum(step.cpu_seconds for step in ours[:1]),
-        "time_ratio": _ratio(ours, theirs, "cpu_seconds"),
-        "wall_ratio": _ratio(ours, theirs, "wall_seconds"),
-        "known_ratio": _known_ratio(ours, theirs),
-        "losses_equal": sum(a.loss == b.loss for a, b in zip(ours, theirs, strict=True)),
+        "steps": len(calls), "sizes": len(sizes), "captures": len(captures), "eager_peak_bytes": eager_bytes,
+        "budget_bytes": budget_bytes, "largest_peak_bytes": max(peak["peak_bytes"] for peak in peaks),
+        "over_budget": len(over), "peaks": peaks, "plain_seconds": sum(step.cpu_seconds for step in theirs),
+        "wall_ratio": _ratio(ours, theirs, "wall_seconds"), **_beside(ours, theirs),
         "captured_alone_equal": sum(_is_as_alone(wrapped, call, budget_bytes) for call in alone),
-        "captured_alone": len(alone),
-        "begun": begun,
-        "marked": marked,
-        "compiled": compiled,
-    }
+        "captured_alone": len(alone), "begun": begun, "marked": marked, "compiled": compiled,
+    }  # fmt: skip
 
 
 def _compiled(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step]) -> Result:
@@ -134,12 +121,16 @@ def _compiled(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step]) 
     model.compile(backend="aot_eager")
     ours = _Loop(model).run(calls)
     torch._dynamo.reset()
+    return _beside(ours, theirs)
+
+
+def _beside(ours: Sequence[_Step], theirs: Sequence[_Step]) -> Result:
     return {
-        "first_seconds": sum(step.cpu_seconds for step in ours[:1]),
-        "time_ratio": _ratio(ours, theirs, "cpu_seconds"),
+        "planned_seconds": sum(step.cpu_seconds for step in ours),
+        "first_seconds": sum(step.cpu_seconds for step in ours[:1]), "time_ratio": _ratio(ours, theirs, "cpu_seconds"),
         "known_ratio": _known_ratio(ours, theirs),
         "losses_equal": sum(a.loss == b.loss for a, b in zip(ours, theirs, strict=True)),
-    }
+    }  # fmt: skip
 
 
 def _marked(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step], budget_bytes: int) -> Result:
@@ -153,12 +144,8 @@ def _marked(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step], bu
     peaks = [_kept(model, call) for call in {_sizes_of(call): call for call in calls}.values()]
     return {
         "captures": len(programs),
-        "first_seconds": sum(step.cpu_seconds for step in ours[:1]),
-        "planned_seconds": sum(step.cpu_seconds for step in ours),
-        "time_ratio": _ratio(ours, theirs, "cpu_seconds"),
-        "known_ratio": _known_ratio(ours, theirs),
         "over_budget": sum(peak["peak_bytes"] > peak["budget_bytes"] for peak in peaks),
-        "losses_equal": sum(a.loss == b.loss for a, b in zip(ours, theirs, strict=True)),
+        **_beside(ours, theirs),
     }
 
 
@@ -240,29 +227,6 @@ def _sizes_of(call: Call) -> Any:
     return tuple(tuple(tensor.shape) for tensor in call.values())
 
 
-@contextmanager
-def _captures() -> Iterator[list[str]]:
-    """Give the lines of the log that speak of captures."""
-    said: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("captured"):
-                said.append(record.getMessage())
-
-    logger, handler = logging.getLogger("planner"), Handler()
-    level, propagates = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
-
-
 def _step_alone(model: nn.Module, call: Call) -> torch.Tensor:
     """Train one step from the same random state, and leave its gradients."""
     model.zero_grad(set_to_none=True)
@@ -284,12 +248,10 @@ def _kept(model: nn.Module, call: Call) -> Result:
     peak_bytes, _ = measure_peak(lambda: _step_alone(model, call), _CPU)
     plan = planner.plan_of(model)
     return {
-        "sizes": _sizes_of(call),
-        "peak_bytes": peak_bytes,
+        "sizes": _sizes_of(call), "peak_bytes": peak_bytes,
         "predicted_bytes": plan.peak_bytes - plan.total_static_bytes,
-        "budget_bytes": plan.budget_bytes - plan.total_static_bytes,
-        "recomputations": len(plan.recomputations),
-    }
+        "budget_bytes": plan.budget_bytes - plan.total_static_bytes, "recomputations": len(plan.recomputations),
+    }  # fmt: skip
 
 
 def _begun(model: nn.Module, steps: Sequence[_Step], sizes: Mapping[Any, Call]) -> Result:
@@ -349,8 +311,8 @@ def _is_as_alone(model: nn.Module, call: Call, budget_bytes: int) -> bool:
 
 def missed(row: Result) -> Iterator[str]:
     """Say which goals a case misses."""
-    if len(row["captures"]) > MOST_CAPTURES:
-        yield f"{len(row['captures'])} captures"
+    if row["captures"] > MOST_CAPTURES:
+        yield f"{row['captures']} captures"
     if row["over_budget"]:
         yield f"{row['over_budget']} sizes over the budget"
     if row["captured_alone_equal"] < row["captured_alone"]:
@@ -387,21 +349,12 @@ def _lengths(count: int, different: int, least: int, most: int) -> list[int]:
     return [new[0], *lengths]
 
 
-def _llama(layers: int, **options: Any) -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
+def _llama(layers: int) -> nn.Module:
+    return of_text(
+        "LlamaConfig", "LlamaForCausalLM", vocab_size=_VOCABULARY, hidden_size=128, intermediate_size=344,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         use_cache=False,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    ).model  # fmt: skip
 
 
 def _llama_with_lora() -> nn.Module:
@@ -450,24 +403,9 @@ def _images(size: int) -> Call:
     return {"images": torch.randn(8, 3, size, size, generator=made), "labels": torch.arange(8) % 10}
 
 
-class _Perceptrons(nn.Module):
-    """Layers of a transformer without attention, and a loss."""
-
-    def __init__(self, layers: int = 6, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self._layer(width) for _ in range(layers))
-
-    @staticmethod
-    def _layer(width: int) -> nn.Module:
-        wide = 4 * width
-        return nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.Dropout(0.1)
-        )
-
+class _Perceptrons(Tower):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
+        return super().forward(x).square().mean()
 
 
 def _batches(count: int) -> list[Call]:
@@ -477,19 +415,10 @@ def _batches(count: int) -> list[Call]:
 
 
 def _t5() -> nn.Module:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=_VOCABULARY,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return transformers.T5ForConditionalGeneration(config).train()
+    return of_text(
+        "T5Config", "T5ForConditionalGeneration", vocab_size=_VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=2,
+        num_heads=4, decoder_start_token_id=0, use_cache=False,
+    ).model  # fmt: skip
 
 
 def _pairs(count: int) -> list[Call]:
@@ -547,7 +476,7 @@ CASES: dict[str, Case] = {
     ),
     "large-batches": Case(
         "perceptrons of six layers, batches of 16 to 64 samples, long enough for sizes to get plans of their own",
-        _Perceptrons,
+        lambda: _Perceptrons(64, blocks=6),
         lambda: _batches(300),
         share=0.35,
     ),
@@ -562,28 +491,15 @@ def _begun_cell(row: Result, kind: str) -> str:
 def _cells(row: Result) -> list[str]:
     known, marked, compiled = row["known_ratio"], row["marked"], row["compiled"]
     return [
-        row["case"],
-        str(row["steps"]),
-        str(row["sizes"]),
-        str(len(row["captures"])),
-        f"{row['first_seconds']:.1f} s",
-        f"{row['plain_seconds']:.1f} s",
-        f"{row['time_ratio']:.2f}",
-        f"{known:.2f}" if known is not None else "-",
+        row["case"], str(row["steps"]), str(row["sizes"]), str(row["captures"]), f"{row['first_seconds']:.1f} s",
+        f"{row['plain_seconds']:.1f} s", f"{row['time_ratio']:.2f}", f"{known:.2f}" if known is not None else "-",
         f"{mebibytes(row['largest_peak_bytes'])} of {mebibytes(row['budget_bytes'])}",
-        percent(row["budget_bytes"] / row["eager_peak_bytes"], 0),
-        str(row["over_budget"]),
-        f"{row['losses_equal']} of {row['steps']}",
-        f"{row['captured_alone_equal']} of {row['captured_alone']}",
-        _begun_cell(row, "reused"),
-        _begun_cell(row, "solved"),
-        str(marked["captures"]),
-        f"{marked['first_seconds']:.1f} s",
-        f"{marked['time_ratio']:.2f}",
-        f"{compiled['first_seconds']:.1f} s",
-        f"{compiled['time_ratio']:.2f}",
-        f"{compiled['losses_equal']} of {row['steps']}",
-    ]
+        percent(row["budget_bytes"] / row["eager_peak_bytes"], 0), str(row["over_budget"]),
+        f"{row['losses_equal']} of {row['steps']}", f"{row['captured_alone_equal']} of {row['captured_alone']}",
+        _begun_cell(row, "reused"), _begun_cell(row, "solved"), str(marked["captures"]),
+        f"{marked['first_seconds']:.1f} s", f"{marked['time_ratio']:.2f}", f"{compiled['first_seconds']:.1f} s",
+        f"{compiled['time_ratio']:.2f}", f"{compiled['losses_equal']} of {row['steps']}",
+    ]  # fmt: skip
 
 
 _HEADINGS = [

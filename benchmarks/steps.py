@@ -54,14 +54,11 @@ def without_recompute(loaded: ZooModel, runtime: str, limit_seconds: float) -> R
         planner.unwrap(model)
         model.zero_grad(set_to_none=True)
     return {
-        "status": "run",
-        "eager_peak_bytes": peaks[0],
-        "peak_ratio": peaks[1] / peaks[0],
+        "status": "run", "eager_peak_bytes": peaks[0], "peak_ratio": peaks[1] / peaks[0],
         "eager_seconds": median(eager for eager, _ in seconds),
-        "time_ratio": median(own / eager for eager, own in seconds),
-        "pairs": len(seconds),
+        "time_ratio": median(own / eager for eager, own in seconds), "pairs": len(seconds),
         "bitwise_equal": all(map(torch.equal, *gradients)),
-    }
+    }  # fmt: skip
 
 
 def _gradients(model: nn.Module, prepare: Callable[[], None], step: Callable[[], Any]) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ within 1%.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -181,7 +180,7 @@ def lowered(name: str, make: Callable[[], ZooModel], device: str) -> Costed:
     """Capture a model without memory, with costs."""
     with fake_mode():
         made = make()
-    joint = capture(made.model, Inputs.of(made.example_kwargs))
+    joint = capture(made.model, Inputs.of(made.example_args or None, made.example_kwargs or None))
     options = Options(target=Target(device), name=name)
     step = lower_step(made.model, joint, options)
     return step.lowered.graph, tuple(operation_costs(step.lowered.graph, step.spec, options.target.cost_model))
@@ -245,15 +244,10 @@ def floor_of(name: str, step: Costed, limits: SolveLimits) -> tuple[Result, Sche
     lowest = AutoSolver().lowest(replace(problem, budget_bytes=proven_bytes), effort=limits)
     reached_bytes = problem.evaluate(lowest).peak_bytes
     floor = {
-        "case": name,
-        "operations": len(graph.operations),
-        "peak_bytes": problem.baseline.peak_bytes,
-        "proven_bytes": proven_bytes,
-        "reached_bytes": reached_bytes,
-        "gap": reached_bytes / proven_bytes - 1,
-        "seconds": time.perf_counter() - started,
-        "processor_seconds": time.process_time() - processor,
-    }
+        "case": name, "operations": len(graph.operations), "peak_bytes": problem.baseline.peak_bytes,
+        "proven_bytes": proven_bytes, "reached_bytes": reached_bytes, "gap": reached_bytes / proven_bytes - 1,
+        "seconds": time.perf_counter() - started, "processor_seconds": time.process_time() - processor,
+    }  # fmt: skip
     return floor, lowest
 
 
@@ -283,7 +277,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
     parser = common.parser("tight", __doc__)
     parser.add_argument("--cases", metavar="NAMES", help=f"of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--factors", metavar="PERCENT", type=_factors, default=FACTORS, help="default: 100 to 150")
+    multiples = partial(common.ratios, are_multiples=True)
+    parser.add_argument("--factors", metavar="PERCENT", type=multiples, default=FACTORS, help="default: 100 to 150")
     parser.add_argument("--device", default="a100-80", help="whose roofline (default: a100-80)")
     parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="for each solve (default: 10)")
     parser.add_argument("--deterministic", action="store_true", help="count work, and not seconds")
@@ -316,23 +311,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if not _missed(result) else 1
 
 
-def _factors(text: str) -> tuple[float, ...]:
-    """Read percentages of the lowest peak, with commas.
-
-    Examples
-    --------
-    >>> _factors("100,150")
-    (1.0, 1.5)
-    """
-    try:
-        found = tuple(float(part) / 100 for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentages from 100 such as 100,125")
-    return found
-
-
 def _misses(row: Result) -> bool:
     goal = GOAL_POINTS if row["factor"] >= NEAR else GOAL_POINTS_NEAR
     return row["gap_points"] is None or row["gap_points"] > goal
@@ -363,13 +341,7 @@ def _markdown(result: Result) -> str:
         f"{proven} of {len(floors)}.",
         common.table(
             [
-                "case",
-                "operations",
-                "as it is, MiB",
-                "reached, MiB",
-                "none below, MiB",
-                "gap",
-                "seconds",
+                "case", "operations", "as it is, MiB", "reached, MiB", "none below, MiB", "gap", "seconds",
                 "of processor",
             ],
             [_floor_cells(row) for row in floors],
@@ -378,7 +350,7 @@ def _markdown(result: Result) -> str:
             ["case", "budget", "overhead", "bound", "gap, points", "seconds", "of processor", "solver"],
             [_cells(row) for row in rows],
         ),
-    )
+    )  # fmt: skip
 
 
 def _floor_cells(row: Result) -> list[Any]:
@@ -388,14 +360,9 @@ def _floor_cells(row: Result) -> list[Any]:
 
 def _cells(row: Result) -> list[Any]:
     return [
-        row["case"],
-        f"{row['factor']:.2f}",
-        percent(row["overhead"], 2),
-        percent(row["bound"], 2),
-        "no plan" if row["gap_points"] is None else f"{row['gap_points']:.2f}",
-        *_times(row),
-        row.get("solver", "-"),
-    ]
+        row["case"], f"{row['factor']:.2f}", percent(row["overhead"], 2), percent(row["bound"], 2),
+        "no plan" if row["gap_points"] is None else f"{row['gap_points']:.2f}", *_times(row), row.get("solver", "-"),
+    ]  # fmt: skip
 
 
 def _times(row: Result) -> list[str]:

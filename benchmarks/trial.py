@@ -252,16 +252,12 @@ def _planned(make: Callable[[], Case], reference: _Reference, seconds_to_solve: 
 
 def _facts(plan: Plan) -> Result:
     return {
-        "plan_status": plan.status,
-        "findings": sorted({warning.rule for warning in plan.warnings}),
-        "planned_runtime": plan.runtime,
-        "operations": len(plan.operations),
-        "static_bytes": plan.total_static_bytes,
+        "plan_status": plan.status, "findings": sorted({warning.rule for warning in plan.warnings}),
+        "planned_runtime": plan.runtime, "operations": len(plan.operations), "static_bytes": plan.total_static_bytes,
         "baseline_bytes": plan.baseline_peak_bytes - plan.total_static_bytes,
-        "smallest_bytes": plan.minimum_feasible_peak_bytes - plan.total_static_bytes,
-        "overhead": plan.overhead,
+        "smallest_bytes": plan.minimum_feasible_peak_bytes - plan.total_static_bytes, "overhead": plan.overhead,
         "lower_bound_overhead": plan.lower_bound_overhead,
-    }
+    }  # fmt: skip
 
 
 def _captured_share(plan: Plan) -> float:
