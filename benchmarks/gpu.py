@@ -35,7 +35,7 @@ ALLOCATED_GOAL, RESERVED_GOAL = 0.005, 0.03
 
 MODELS = ("gpt2-774m", "vit-b16", "llama-7b", "resnet152", "bert-large")
 LARGEST = "gpt2"
-PEERS = ("gpt2-774m", "vit-b16", "resnet50", "llama-7b", "unet")
+PEERS = ("gpt2-774m", "vit-b16", "resnet152", "llama-7b")
 SMALL = {
     "gpt2-774m": {"batch_size": 2, "seq_len": 256, "layers": 2, "dtype": "bfloat16"},
     "vit-b16": {"batch_size": 8, "image_size": 224, "layers": 2, "dtype": "bfloat16"},
@@ -43,8 +43,6 @@ SMALL = {
     "resnet152": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
     "bert-large": {"batch_size": 2, "seq_len": 128, "layers": 2, "dtype": "bfloat16"},
     "gpt2": {"batch_size": 2, "seq_len": 128, "layers": 1, "dtype": "bfloat16"},
-    "resnet50": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
-    "unet": {"batch_size": 1, "image_size": 64, "dtype": "bfloat16"},
 }
 """Sizes of a rehearsal: enough to see that everything runs."""
 
@@ -66,8 +64,8 @@ class Case:
 def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]:
     """Give what is to be run, breadth before depth: everything once, then more of it."""
     sizes = SMALL if rehearsal else GPU_SIZES
-    common_to_all: Result = {"device": device, "folder": folder, "rehearsal": rehearsal}
-    common_to_all["solve_seconds"] = 1 if rehearsal else 3
+    seconds = 1 if rehearsal else 3
+    common_to_all: Result = {"device": device, "folder": folder, "rehearsal": rehearsal, "solve_seconds": seconds}
 
     def case(kind: str, seconds: float, model: str = "", **more: Any) -> Case:
         of_model = {"model": model, "sizes": sizes[model]} if model else {}
@@ -76,15 +74,13 @@ def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]
     profiled = {"profile_seconds": 1 if rehearsal else 6}
     yield case("facts", 40)
     yield case("tiny", 80)
-    for name in MODELS:
-        yield case("model", 45, name, budgets=["60%"], **profiled)
+    yield from (case("model", 45, name, budgets=["60%"], **profiled) for name in MODELS)
     moved: Result = {"budgets": ["60%", "40%"], "copy_bytes": _GIB // (64 if rehearsal else 1)}
     yield case("offload", 60, MODELS[0], **moved)
     yield case("largest", 90, LARGEST, cap_bytes=_GIB // 2 if rehearsal else 24 * _GIB)
     yield case("snapshot", 30, LARGEST, budgets=["60%"])
     yield from (case("peers", 100, name) for name in PEERS)
-    for name in MODELS:
-        yield case("model", 45, name, budgets=["80%", "40%"], eager=False, **profiled)
+    yield from (case("model", 45, name, budgets=["80%", "40%"], eager=False, **profiled) for name in MODELS)
     yield from (case("offload", 60, name, **moved) for name in MODELS[1:3])
 
 
@@ -168,8 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     deadline = time.monotonic() + args.slower * args.seconds
     result = {**common.environment("gpu", arguments), "rehearsal": args.rehearsal, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
-        device = devices.here(torch.device("cuda")).name
-        chosen = list(cases(device, folder, rehearsal=args.rehearsal))
+        chosen = list(cases(devices.here(torch.device("cuda")).name, folder, rehearsal=args.rehearsal))
         chosen = [replace(case, seconds=args.slower * case.seconds) for case in chosen]
         if args.only:
             chosen = [case for case in chosen if case.what["case"] in args.only.split(",")]

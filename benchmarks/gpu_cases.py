@@ -211,16 +211,16 @@ def _peers(case: Result) -> Rows:
         use(loaded.model, None)
         yield row
         if peer.name != "eager" and "seconds" in row:
-            runtime, budget = "inductor" if peer.compiles else "auto", row["measured_allocated_bytes"]
-            yield _planned(case, loaded, f"planned at the peak of {peer.name}", budget, runtime=runtime)
+            options = {"budget": row["measured_allocated_bytes"], "runtime": "inductor" if peer.compiles else "auto"}
+            yield _planned(case, loaded, f"planned at the peak of {peer.name}", **options)
 
 
 def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, **options: Any) -> Result:
     """Train under a plan, and say what it predicted."""
     row: Result = {"what": what, "model": case["model"]}
     try:
-        options["time_limit_seconds"] = case["solve_seconds"]
-        _wrap(loaded.model, (), loaded.example_kwargs, {"budget": budget, **options})
+        options |= {"budget": budget, "time_limit_seconds": case["solve_seconds"]}
+        _wrap(loaded.model, (), loaded.example_kwargs, options)
         row |= _predicted(planner.plan_of(loaded.model))
         row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
     except InfeasibleBudgetError as error:

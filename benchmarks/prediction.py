@@ -91,13 +91,8 @@ def _model(name: str, args: argparse.Namespace) -> Result:
 
 
 def _plan(loaded: ZooModel, budget: int | str) -> Plan:
-    return api.plan(
-        loaded.model,
-        _inputs(loaded),
-        budget=budget,
-        search=Search(time_limit_seconds=5.0),
-        loss_fn=loaded.loss_fn,
-    )
+    search = Search(time_limit_seconds=5.0)
+    return api.plan(loaded.model, _inputs(loaded), budget=budget, search=search, loss_fn=loaded.loss_fn)
 
 
 def _inputs(loaded: ZooModel) -> Inputs:
