@@ -51,8 +51,7 @@ def plan_from_solution(
     captured, order = problem, moved(problem.graph, order_of(solution.schedule))
     problem, schedule = in_own_order(problem, solution.schedule)
     solution = replace(solution, schedule=schedule)
-    graph, costs = problem.graph, problem.costs
-    static_bytes = graph.total_static_bytes
+    graph, costs, static_bytes = problem.graph, problem.costs, problem.graph.total_static_bytes
     lowest_bytes, proven_bytes = whole_peak_bytes(problem, schedule, static_memory), 0
     beside: dict[str, Any] = {"baselines": ()}
     if compare:

@@ -365,7 +365,9 @@ class Plan:
     """What the order as captured comes to, where there is another."""
     warnings: tuple[Finding, ...] = ()
     """What limits it, and what its costs leave out."""
-    cache_seconds: float = field(default=0.0, metadata={"at": "predicted.cache_seconds", "left_out": True})
+    cache_seconds: float = field(
+        default=0.0, metadata={"at": "predicted.cache_seconds", "left_out": True, "signed": True}
+    )
     """What the planned step takes longer than its runs cost, by what caches hold; negative for less."""
     eager: EagerStep | None = field(default=None, metadata={"left_out": True})
     """The model's own step: percentages are of its peak. None where it is not known, or is the step that is planned."""

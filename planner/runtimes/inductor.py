@@ -107,6 +107,12 @@ class InductorRuntime(GraphRuntime):
         finally:
             self._fits = False
 
+    def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
+        """Return the peak of drafted code on the device."""
+        loss, effort = self.options.loss or LossMemory(), effort_for(is_fake=is_fake(self.model))
+        peak_bytes = peak_of_drafts(drafts, step.lowered, step.single_costs, loss, effort)
+        return step.lowered.graph.total_static_bytes + peak_bytes
+
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
@@ -117,10 +123,7 @@ class InductorRuntime(GraphRuntime):
 
         def is_enough(drafts: list[Draft]) -> bool:
             assert self.step is not None
-            loss, effort = self.options.loss or LossMemory(), effort_for(is_fake=is_fake(self.model))
-            peak_bytes = peak_of_drafts(drafts, self.step.lowered, self.step.single_costs, loss, effort)
-            needed_bytes = self.step.lowered.graph.total_static_bytes + peak_bytes
-            return search.is_enough(Attempt(self.step, drafts, needed_bytes))
+            return search.is_enough(Attempt(self.step, drafts, self._peak_bytes(self.step, drafts)))
 
         with suppress(DraftedBeforeError):
             drafts = draft_with_inductor(partition, graph_module, example_inputs, is_enough)
