@@ -226,7 +226,7 @@ def test_the_report_has_every_key_of_schema_1(plan: Plan) -> None:
 
 def test_save_and_load(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    plan = replace(plan, cache_seconds=-1e-3)  # a tighter budget may find more in caches
+    plan = dataclasses.replace(plan, cache_seconds=-1e-3)  # a tighter budget may find more in caches
     plan.save(path)
     assert Plan.load(path) == plan == Plan.from_json(plan.to_json())
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
