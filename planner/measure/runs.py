@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from planner.capture.torch_internals import outside_tracing
+
 try:
     import resource
 except ImportError:  # Windows does not count them
@@ -71,6 +73,7 @@ def _seconds_of_one() -> float:
 
 @cache
 def seconds_of_a_call() -> float:
-    """Return how long a call of a small operator takes."""
-    one = torch.ones(1)
-    return min(timed(lambda: [one.neg() for _ in range(_CALLS)])[1].seconds for _ in range(9)) / _CALLS
+    """Return how long a call of a small operator takes, whatever looks on now."""
+    with outside_tracing():
+        one = torch.ones(1)
+        return min(timed(lambda: [one.neg() for _ in range(_CALLS)])[1].seconds for _ in range(9)) / _CALLS

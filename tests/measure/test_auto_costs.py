@@ -124,11 +124,18 @@ def test_what_is_read_from_memory_is_timed_before_a_cache_keeps_it(monkeypatch: 
 def test_the_host_costs_what_eager_calls_and_what_a_captured_step_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "seconds_of_a_call", lambda: 1.0)
     step, parameters = study(), len(list(Stack().parameters()))
-    host = step.costs[step.graph.loss_index].seconds
-    assert host == costing._CAPTURED_STEP + costing._PARAMETER * parameters
+    assert step.costs[step.graph.loss_index].seconds == costing._CAPTURED_STEP + costing._PARAMETER * parameters
     assert step.origin.eager is not None
     calls = int(step.origin.eager.step_seconds) / costing._EAGER_CALL
     assert calls == int(calls) > len(step.graph.operations)
+
+
+def test_a_small_call_is_timed_with_data_whatever_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[torch.Tensor] = []
+    monkeypatch.setattr(runs, "timed", lambda call: (results.extend(call()), runs.Run(1.0)))
+    with fake_mode():
+        runs.seconds_of_a_call.__wrapped__()
+    assert {type(result) for result in results} == {torch.Tensor}  # with fake ones a call took forty times as long
 
 
 def test_an_operation_in_place_is_called_as_the_step_calls_it() -> None:
