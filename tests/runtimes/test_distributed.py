@@ -67,7 +67,7 @@ def run_ranks(made: Path, scenarios: str, ranks: range = RANKS) -> Path:
             processes.append(subprocess.Popen(command, env=own, cwd=ROOT, stderr=errors))
     try:
         for process, log in zip(processes, logs, strict=True):
-            assert process.wait(timeout=1200) == 0, log.read_text(errors="replace")[-4000:]
+            assert process.wait(timeout=500) == 0, log.read_text(errors="replace")[-4000:]
     finally:
         for process in processes:
             process.kill()
