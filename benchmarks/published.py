@@ -1,7 +1,7 @@
-"""Published figures of activation checkpointing, beside what is predicted for the settings that they state.
+"""Published figures of activation checkpointing, compared with predictions for the stated settings.
 
-For each figure: the peak without recompute, with every layer checkpointed, and what a plan pays at
-that peak. No GPU is needed; device times are those of a roofline. Writes ``docs/published-figures.md``.
+For each figure: the peak without recompute, with every layer checkpointed, and what a plan adds
+at that peak. No GPU is needed; device times are those of a roofline. Writes ``docs/published-figures.md``.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _cells(row: Result) -> list[object]:
 
 
 def _markdown(result: Result) -> str:
-    headings = ["figure", "published", "predicted", "every layer pays", "a plan at that peak pays", "no plan pays less"]
+    headings = ["figure", "published", "predicted", "every layer adds", "a plan at that peak adds", "lower bound"]
     notes = [
         f"## {row['figure']}\n\nPublished: {row['published']}. Stated: {row['stated']}.\n\n"
         f"Predicted for `{row['model']}` with {common.sizes_text(row['sizes'])} on {row['device']}. "
@@ -135,11 +135,11 @@ def _markdown(result: Result) -> str:
     return common.page(
         "Published figures",
         result,
-        "What others report of activation checkpointing, beside what is predicted for the settings that they state. "
-        "GB are 10^9 bytes of the whole device, without the CUDA context (0.3 to 0.6 GB that tools such as nvidia-smi "
-        "add, with what the allocator keeps in reserve). Times are those of a roofline: ratios mean more than "
-        "milliseconds. *Every layer* is what Hugging Face's and torchtitan's full checkpointing do; where the "
-        "optimizer's own step peaks higher, a plan may use that much.",
+        "Published figures on activation checkpointing, compared with the planner's predictions for the stated "
+        "settings. GB are 10^9 bytes on the whole device, without the CUDA context (0.3 to 0.6 GB) and the allocator's "
+        "reserve, both of which tools such as nvidia-smi add. Times are those of a roofline: ratios mean more than "
+        "milliseconds. *Every layer* is the full checkpointing of Hugging Face and torchtitan; if the optimizer's own "
+        "step has a higher peak, a plan may use that much.",
         common.table(headings, [_cells(row) for row in result["rows"]]),
         *notes,
     )
