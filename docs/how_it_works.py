@@ -1,4 +1,4 @@
-"""Draw ``docs/pictures``, a small training step as the simulator sees it: ``python docs/how_it_works.py``."""
+"""Draw ``docs/pictures``: a small training step as the simulator sees it, and the runtimes; run this file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ BUDGET_BYTES = 26 * MIB
 
 BLUE, ORANGE, GREEN, GREY, RED, INK = "#4c78a8", "#e08a2e", "#4f9a57", "#9aa3ad", "#c0392b", "#24292f"
 LEFT, COLUMN, ROW, CURVE = 96, 44, 17, 130
+
+MODULES = ("embedding", "block 1", "block 2", "block 3", "head", "loss")
+RUNTIMES = (
+    ("graph", "any operation of the model", "r rrr rrr rrr r r", ((0, 11),)),
+    ("regional", "operations inside each repeated block", "e rrr rrr rrr e e", ((1, 3), (4, 6), (7, 9))),
+    ("parts", "operations inside the captured modules", "e rrr xrr rrr e e", ((1, 3), (5, 6), (7, 9))),
+    ("modules", "whole modules; nothing is captured", "e R R R e e", ()),
+)
+"""What each captures and may recompute. A letter is an operation of a module: recomputable (of ``R``, the module as a
+whole), eager, or not to be captured. Then the operations, from first to last, that are in one graph."""
 
 
 def layers() -> Problem:
@@ -59,10 +69,11 @@ def pictures() -> dict[str, str]:
     keep_all = Schedule.keep_all(problem.graph)
     plan = solve(problem, "ilp").schedule
     return {
-        "keep.svg": step(problem, keep_all, "Everything is kept until it was last read"),
-        "recompute.svg": step(problem, plan, "Two values are dropped and made again: the peak keeps the budget"),
+        "keep.svg": step(problem, keep_all, "Every value is kept until its last read"),
+        "recompute.svg": step(problem, plan, "Two values are dropped and recomputed: the peak keeps the budget"),
         "cut.svg": cut(problem, plan),
         "way.svg": way(),
+        "runtimes.svg": runtimes(),
     }
 
 
@@ -83,7 +94,7 @@ def step(problem: Problem, schedule: Schedule, title: str) -> str:
     drawn += drawing.curve(evaluation.timeline_bytes, top_bytes, problem.budget_bytes)
     legend = [(BLUE, "saved or passed on"), (GREY, "gradients of values"), (GREEN, "gradients of parameters")]
     if len(seen) < len(lifetimes(graph, schedule)):
-        legend.append((ORANGE, "made again"))
+        legend.append((ORANGE, "recomputed"))
     return drawing.svg([*drawn, *drawing.legend(legend)])
 
 
@@ -100,7 +111,7 @@ def cut(problem: Problem, plan: Schedule) -> str:
     for copy in lifetimes(graph, keep_all):
         if copy.born <= moment <= copy.died:
             color = ORANGE if copy.value in again else BLUE
-            name = "run again, r = 1" if copy.value in again else "held, s = 1"
+            name = "recomputed, r = 1" if copy.value in again else "held, s = 1"
             drawn.append(drawing.bar(copy.value, copy.born, copy.died, color, dashed=copy.value in again))
             drawn.append(drawing.note(copy.value, copy.died, name, color))
         else:
@@ -135,6 +146,45 @@ def way() -> str:
         text_at(312, third + 58, "peak, seconds,", size=12) + text_at(312, third + 74, "where it breaks", size=12)
     )
     return picture(410, 12 + len(boxes) * (height + gap), drawn)
+
+
+def runtimes() -> str:
+    """Draw what each runtime captures of a model, and what it may recompute."""
+    column, row_height, side, gap = 64, 62, 12, 8
+    drawn = [text_at(12, 24, "What each runtime may recompute", bold=True, size=15)]
+    for i, module in enumerate(MODULES):
+        drawn.append(text_at(12 + (i + 0.5) * column, 48, module, size=12, more='text-anchor="middle"'))
+    for row, (name, words, modules, graphs) in enumerate(RUNTIMES):
+        y = 62 + row * row_height
+        drawn.append(text_at(12, y + 12, name, bold=True) + text_at(88, y + 12, words, size=12))
+        marks: list[tuple[float, float, str]] = []
+        for i, kinds in enumerate(modules.split()):
+            width = 3 * side + 2 * gap if kinds == "R" else side
+            x = 12 + (i + 0.5) * column - (len(kinds) * (width + gap) - gap) / 2
+            marks += [(x + k * (width + gap), width, kind) for k, kind in enumerate(kinds)]
+        for first, last in graphs:
+            x, end = marks[first][0] - 4, marks[last][0] + marks[last][1] + 4
+            drawn.append(graph_at(x, y + 20, end - x, side + 8))
+        drawn += [mark(x, y + 24, width, side, kind) for x, width, kind in marks]
+    y = 62 + len(RUNTIMES) * row_height
+    drawn += [graph_at(12, y, 22, 16), text_at(42, y + 12, "one captured graph", size=12)]
+    for x, line, kind, words in ((216, 0, "r", "may be recomputed"), (17, 24, "e", "eager, keeps what it saves"),
+                                 (216, 24, "x", "eager, cannot be captured")):  # fmt: skip
+        drawn += [mark(x, y + line + 1, side, side, kind), text_at(x + 22, y + line + 12, words, size=12)]
+    return picture(410, y + 50, drawn)
+
+
+def graph_at(x: float, y: float, width: float, height: float) -> str:
+    """Frame what is captured as one graph."""
+    style = f'rx="5" fill="#eef3f8" stroke="{BLUE}" stroke-width="1.5"'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" {style}/>'
+
+
+def mark(x: float, y: float, width: float, height: float, kind: str) -> str:
+    """Draw an operation, or a module that is recomputed as a whole; a cross if it cannot be captured."""
+    color = ORANGE if kind in "rR" else GREY
+    cross = f'<path d="M{x + 3:g} {y + 3:g} l6 6 m0 -6 l-6 6" stroke="white" stroke-width="2"/>' if kind == "x" else ""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{color}"/>{cross}'
 
 
 class Drawing:
