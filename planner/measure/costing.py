@@ -32,7 +32,7 @@ SECONDS_FOR_EACH_OPERATION = 3e-3
 """How long measuring may take where nobody asked for it, for each operation of the step."""
 
 
-_EAGER_CALL, _PARAMETER, _CAPTURED_STEP = 7, 30, 1000
+_EAGER_CALL, _PARAMETER, _CAPTURED_STEP = 8.5, 36, 1200
 """What the host does in a step on a CPU beside the kernels, in calls of a small operator: for each operator that eager
 calls, what its modules and autograd take beyond generated code; for each parameter, Dynamo's guard and AOTAutograd's
 wrapper; for each captured step. A HiFi-GAN of 156 parameters and few views takes 2 points longer captured than its

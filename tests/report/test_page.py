@@ -167,6 +167,36 @@ def test_a_browser_shows_the_figures_and_a_click_chooses_a_layer(browser: Any, p
     assert page.wrong == []
 
 
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_browser_zooms_over_time_and_finds_names(browser: Any, plan: Plan, tmp_path: Path, width: int) -> None:
+    page = opened(browser, to_html(plan), tmp_path, width)
+    page.locator("#timeline-chart").scroll_into_view_if_needed()
+    box = page.locator("#timeline-chart").bounding_box()
+    ends = "[...document.querySelectorAll('#timeline .axis > span')].map((one) => one.textContent)"
+    whole = page.evaluate(ends)
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    page.mouse.up()
+    view = "document.querySelector('#timeline-chart svg').viewBox.baseVal"
+    assert page.evaluate(f"[{view}.x, {view}.width]") == pytest.approx([250, 250], abs=2)
+    assert page.evaluate(ends) != whole
+    page.click(".whole")
+    assert page.evaluate(ends) == whole and not page.is_visible(".whole")
+    page.focus("#timeline-chart")
+    page.keyboard.press("+")
+    assert page.evaluate(f"[{view}.x, {view}.width]") == pytest.approx([250, 500])
+
+    page.fill("#find", "H.2")
+    assert re.match(r"\d+ moments of the step, up to .* in use; 1 layer$", page.inner_text("#found"))
+    assert page.get_attribute("#found-times", "d").count("M") > 1
+    page.keyboard.press("Enter")
+    assert page.inner_text("#layer").startswith("transformer.h.2")
+    assert page.inner_text("#module").startswith("transformer.h.2")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.wrong == []
+
+
 def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan, tmp_path: Path) -> None:
     page = opened(browser, to_html(hostile(plan)), tmp_path, width=400)
     page.click("button[data-layer='0']")

@@ -52,6 +52,7 @@ function block(path, left, share) {
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = module.name;
+  [button.dataset.name] = told(path);
   button.title = told(path).join(": ");
   button.setAttribute("aria-label", button.title);
   button.style.left = `${100 * left}%`;
@@ -77,6 +78,7 @@ function zoom(path) {
   const blocks = [...row, ...inside(path, 0, 1)];
   for (const above of row.slice(0, -1)) above.classList.add("above");
   flame.replaceChildren(...blocks);
+  markModules();
   flame.style.height = `${Math.max(...blocks.map((one) => parseFloat(one.style.top))) + 26}px`;
   const name = document.createElement("b"), [called, words] = told(path);
   name.textContent = called;
@@ -84,4 +86,42 @@ function zoom(path) {
   return row[row.length - 1];
 }
 
+const field = document.getElementById("find");
+const counted = (found, word) => `${found.length} ${word}${found.length === 1 ? "" : "s"}`;
+const has = (text) => field.value !== "" && text.toLowerCase().includes(field.value.toLowerCase());
+
+function markModules() {
+  for (const one of flame.children) one.classList.toggle("found", has(one.dataset.name));
+}
+
+function pathTo(path) {  // to the first module whose name is asked for
+  const [name] = told(path);
+  if (path.length > 1 && has(name)) return path;
+  return path[path.length - 1].parts.map((part) => pathTo([...path, part])).find((found) => found) ?? null;
+}
+
+// Where what is looked for runs, in the plan's step: a line for each moment of the chart, a mark on its layers and modules.
+function find() {
+  const moments = (data.lines.after ?? []).filter(([, , place]) => has(place));
+  const drawn = document.getElementById("found-times");
+  const across = moments.map(([seconds]) => `M${(1000 * seconds / data.lines.end_seconds).toFixed(2)},0V300`);
+  if (drawn) drawn.setAttribute("d", across.join(""));
+  const layers = [...buttons].filter((button) => has(data.layers[button.dataset.layer].name));
+  for (const button of buttons) button.classList.toggle("found", layers.includes(button));
+  if (flame) markModules();
+  const bytes = moments.length ? `, up to ${sized(Math.max(...moments.map(([, size]) => size)))} in use` : "";
+  document.getElementById("found").textContent = field.value === "" ? ""
+    : `${counted(moments, "moment")} of the step${bytes}; ${counted(layers, "layer")}`;
+  return layers;
+}
+
 if (flame) zoom([data.modules]);
+if (field) {
+  field.addEventListener("input", find);
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || field.value === "") return;
+    const [layer] = find(), path = flame && pathTo([data.modules]);
+    if (layer) choose(layer);
+    if (path) zoom(path);
+  });
+}
