@@ -35,7 +35,7 @@ ALLOCATED_GOAL, RESERVED_GOAL = 0.005, 0.03
 
 MODELS = ("gpt2-774m", "vit-b16", "llama-7b", "resnet152", "bert-large")
 LARGEST = "gpt2"
-PEERS = ("gpt2-774m", "vit-b16", "resnet152", "llama-7b")
+PEERS = ("gpt2-774m", "vit-b16", "resnet152", "llama-7b", "unet")
 SMALL = {
     "gpt2-774m": {"batch_size": 2, "seq_len": 256, "layers": 2, "dtype": "bfloat16"},
     "vit-b16": {"batch_size": 8, "image_size": 224, "layers": 2, "dtype": "bfloat16"},
@@ -43,6 +43,7 @@ SMALL = {
     "resnet152": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
     "bert-large": {"batch_size": 2, "seq_len": 128, "layers": 2, "dtype": "bfloat16"},
     "gpt2": {"batch_size": 2, "seq_len": 128, "layers": 1, "dtype": "bfloat16"},
+    "unet": {"batch_size": 1, "image_size": 96, "dtype": "bfloat16"},
 }
 """Sizes of a rehearsal: enough to see that everything runs."""
 
