@@ -151,6 +151,7 @@ def measure(
                 if trials.are_satisfied_by(known):  # what a library does once is in a short first run
                     new[key] = known
             found[signature] = replace(known, workspace_bytes=called[signature].workspace_bytes)
+        del elsewhere  # or it would be cached for the steps to come
     keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
@@ -207,7 +208,10 @@ def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:
     fits = sum(value.size_bytes for value in lowered.graph.values) <= cache_bytes
     # A GPU is always kept busy so: what is measured is then in its queue before its turn comes.
     skips = fits and device.type == "cpu"
-    return torch.empty(0 if skips else cache_bytes, dtype=torch.uint8, device=device)
+    for size_bytes in () if skips else (cache_bytes, cache_bytes // 8):
+        with suppress(torch.OutOfMemoryError):  # the model and its optimizer may leave little room
+            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def signature_over(lowered: LoweredGraph, index: int, value: int) -> str:
