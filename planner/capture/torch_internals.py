@@ -430,7 +430,9 @@ def form_in_place(operator: OpOverload, is_first: bool) -> tuple[OpOverload, str
         if len(out) == 1 and list(declared_arguments(form)) == expected and _has_kernel(form, "CPU"):
             return form, out[0]
     packet = getattr(torch.ops.aten, f"{packet.__name__}_", None) if is_first else None
-    form = getattr(packet, operator._overloadname, None)
+    # On a CPU mul_.Scalar rounds the number to the 16 bits of the tensor first: gradients of erf lost their bits.
+    name = "Tensor" if operator is torch.ops.aten.mul.Scalar else operator._overloadname
+    form = getattr(packet, name, None)
     if form is not None and (_has_kernel(form, "CPU") or _has_kernel(form, "CompositeExplicitAutograd")):
         return form, ""
     return None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -133,6 +137,7 @@ def test_what_an_operator_from_elsewhere_makes_stays() -> None:
         (aten.mul.Tensor, "aten.mul.out"),
         (aten.relu.default, "aten.relu_.default"),
         (aten.add.Scalar, "aten.add_.Scalar"),
+        (aten.mul.Scalar, "aten.mul_.Tensor"),
         (aten.gelu_backward.default, "aten.gelu_backward.grad_input"),
         (aten._softmax_backward_data.default, "aten._softmax_backward_data.out"),
         (aten.native_dropout_backward.default, None),
@@ -145,6 +150,35 @@ def test_an_operator_writes_in_place_where_it_has_a_kernel_for_that(
     """The others have forms that compute a result first, and copy it."""
     found = form_in_place(operator, True)
     assert (str(found[0]) if found else None) == form
+
+
+def argument_like(argument: Any, dtype: torch.dtype, is_positive: bool) -> Any:
+    """Return something that an operator may be given for an argument that it declares."""
+    kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
+    if kind == "Tensor":
+        return (torch.rand(7, 9) if is_positive else torch.randn(7, 9)).to(dtype)
+    return {"number": 1.1283791670955126, "float": 0.3, "int": 1, "bool": is_positive, "str": "none"}.get(kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_operator_gives_the_same_bits_in_place(dtype: torch.dtype) -> None:
+    packets = [getattr(aten, name) for name in dir(aten) if not name.startswith("__")]
+    every = [getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()]
+    held = set()
+    for operator, is_first, is_positive in product(every, (True, False), (True, False)):
+        if torch.Tag.pointwise not in operator.tags or operator._schema.is_mutable:
+            continue
+        if (form := form_in_place(operator, is_first)) is None:
+            continue
+        declared = [argument for argument in operator._schema.arguments if not argument.is_out]
+        args = [argument_like(argument, dtype, is_positive) for argument in declared if not argument.kwarg_only]
+        with suppress(RuntimeError, NotImplementedError, TypeError):  # not for numbers like these
+            made, over = operator(*args), args[0 if is_first else -1]
+            if isinstance(over, torch.Tensor) and (made.dtype, made.shape) == (over.dtype, over.shape):
+                found = form[0](*args, **({form[1]: over} if form[1] else {}))
+                assert torch.equal(found.nan_to_num(), made.nan_to_num()), operator
+                held.add(operator)
+    assert len(held) > 80
 
 
 class Picks(Layers, layer=linear(WIDTH, WIDTH), places=lambda: nn.Buffer(torch.arange(96) % 40)):
