@@ -91,7 +91,7 @@ def audit_study(study: Study, current: str, search: Search, budget: Size | None 
     try:
         schedule = Schedule.keep_all(study.graph) if current == _NONE else study.strategy(current)
     except UsageError as error:
-        raise UsageError(f"{error}, so nothing is {current!r} of it") from error
+        raise UsageError(f"{error}, so {current!r} does not apply to it") from error
     setup = evaluate(
         replace(study.problem(), host=study.unlimited_host()),
         schedule,

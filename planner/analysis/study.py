@@ -112,7 +112,7 @@ class Study:
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, **more: Any) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
         if self.device is None:
-            raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
+            raise UsageError("the device of this step is unknown, so nothing can be offloaded")
         return host_of(self.device, budget, at_least=at_least, **more)
 
     def host_for(self, asked: Offload, search: Search = Search()) -> Host | None:
@@ -263,9 +263,7 @@ class Study:
             return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())
         chosen = strategies.get(name)
         if chosen.strategy.name not in _OF_MODULES:
-            raise UsageError(
-                f"of the strategies the runtime 'modules' has 'every-layer' and 'every-N' alone, not {name!r}"
-            )
+            raise UsageError(f"the runtime 'modules' has only the strategies 'every-layer' and 'every-N', not {name!r}")
         blocks = regions_of_blocks(self.problem())
         if not blocks:
             raise UsageError(NO_BLOCKS)
@@ -303,7 +301,7 @@ class SearchBeside:
     def take(self) -> bool:
         """Take what a process that is over has found, and return whether it is better than the plan in force."""
         if self._process.returncode:
-            _log.info("the search beside training failed: the plan stays as it is")
+            _log.info("the search beside training failed; the plan stays as it is")
             return False
         self._found.seek(0)
         found = json.load(self._found)

@@ -249,7 +249,7 @@ def planning_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     planning, results = solving_options(parser)
     add(planning, Runtime)
     add(planning, Offload)
-    rare(planning.add_argument("--no-cache", action="store_true", help="search anew, and store nothing of it"))
+    rare(planning.add_argument("--no-cache", action="store_true", help="search again, and do not store the result"))
     rare(results.add_argument("--full", action="store_true", help="print the whole report, not one screen of it"))
     return results
 

@@ -58,7 +58,7 @@ class _WhatIf(AboutModel):
         ):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         devices = NAMES | {"type": lambda text: [device(name) for name in names(text)]}
-        axes.add_argument("--devices", **devices, help="h100,a100-40: fits or not in the memory of each")
+        axes.add_argument("--devices", **devices, help="h100,a100-40: whether a plan fits each")
         axes.add_argument("--solvers", **NAMES, help="solvers, and strategies, on the same axes")
         planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
@@ -116,7 +116,7 @@ class _Asking:
         from planner.analysis.trade_off.curve import RECOMPUTE_ALONE, CurveSweep
 
         args, study = self.args, self.study()
-        self.shown("looking for the smallest peak")
+        self.shown("looking for the lowest peak")
         host = study.host_for(self.offload, self.search)
         sweep = CurveSweep(study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host)
         sweep.run(self.shown.count)

@@ -93,11 +93,11 @@ def verify(
     differences = compare(expected, actual, tolerance=tolerance)
     if one_piece is not None:
         far = compare(one_piece, actual, tolerance=TOLERANCE)
-        differences += [f"{line}, held against the step in one piece" for line in far]
+        differences += [f"{line}, compared with the step in one piece" for line in far]
     if not chosen.tolerance or as_eager.random_states == actual.random_states:
         # Compiled code may draw other random numbers; what it computes of them cannot be compared.
         far = compare(as_eager, actual, tolerance=ROUNDED, in_roundings=False)
-        differences += [f"{line}, held against the eager step" for line in far]
+        differences += [f"{line}, compared with the eager step" for line in far]
     resident_bytes = plan.total_static_bytes
     return Verification(
         peak_bytes=peak_bytes + resident_bytes,

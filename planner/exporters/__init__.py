@@ -122,7 +122,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     exporter = get(to)
     if chunks_of(plan.fingerprint) > 1:
         raise UsageError(
-            f"the plan is for a step in {chunks_of(plan.fingerprint)} chunks, which no framework can be told: plan "
+            f"the plan is for a step in {chunks_of(plan.fingerprint)} chunks, which no other framework runs: plan "
             "without chunk, or run the plan with auto_wrap"
         )
     if study is not None:
@@ -133,7 +133,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         target=exporter.name,
         model=plan.model,
         label=Label.EXACT,
-        reason="the same modules run again" if plan.recomputations else "the plan recomputes nothing",
+        reason="the same modules are recomputed" if plan.recomputations else "the plan recomputes nothing",
         budget_bytes=plan.budget_bytes,
         plan=planned,
         predicted=planned,
@@ -142,8 +142,8 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         return _written(found, exporter, plan, Placement(modules=modules_of(plan) if plan.recomputations else ()))
     if study is None or study.regions is None:
         raise UsageError(
-            f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
-            "study=planner.study(model, inputs, runtime='modules'), on the command line the model and its sizes"
+            f"an export to {to} chooses modules and simulates the step, so it needs that step: pass "
+            "study=planner.study(model, inputs, runtime='modules'), or on the command line the model and its sizes"
         )
     step = ExportStep(plan, study)
     try:
@@ -175,13 +175,10 @@ def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
     yield from exporter.lost
     if plan.offloading is not None and plan.offloading.values:
         yield (
-            f"the plan lets {format_bytes(plan.offloading.host_bytes)} wait in the host's memory, here nothing does: "
-            "more is recomputed"
+            f"the plan offloads {format_bytes(plan.offloading.host_bytes)} to the host's memory; the export offloads "
+            "nothing and recomputes more"
         )
     if plan.kept:
-        yield f"of modules that run again the plan keeps results ({collapsed(list(plan.kept))}); here nothing is kept"
+        yield f"the plan keeps results of recomputed modules ({collapsed(list(plan.kept))}); the export keeps none"
     if plan.runtime != study.origin.runtime:
-        yield (
-            f"the plan's figures are of a step for the runtime {plan.runtime!r}, those of the export of one for "
-            f"{study.origin.runtime!r}"
-        )
+        yield f"the plan's figures are for the runtime {plan.runtime!r}, the export's for {study.origin.runtime!r}"

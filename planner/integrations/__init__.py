@@ -46,8 +46,8 @@ class BudgetedLoop:
         running = None if model is None else api.running_on(model)
         if model is not None and (running is None or running.plan is None):
             raise UsageError(
-                f"{loop} took a step, and did not call the {type(model).__name__} that was wrapped, so that no budget "
-                "is kept: it calls another module, or a copy. Pass what it calls to planner.auto_wrap"
+                f"{loop} took a step and did not call the wrapped {type(model).__name__}, so no budget is kept: it "
+                "calls another module, or a copy. Pass what it calls to planner.auto_wrap"
             )
 
 

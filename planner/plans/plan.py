@@ -469,7 +469,7 @@ class Plan:
         for index, again in before.items():
             if late := [i for i in again if i >= index]:
                 raise PlanMismatchError(
-                    f"the plan runs {graph.operations[late[0]].key} again before {graph.operations[index].key}, "
+                    f"the plan recomputes {graph.operations[late[0]].key} before {graph.operations[index].key}, "
                     "which comes first in this model; make a new plan for this model and these shapes"
                 )
         schedule = with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)

@@ -251,7 +251,7 @@ def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | No
         )
     ddp = ddp_around(model)
     if ddp is not None and ddp.has_hooks:
-        warnings.warn(f"DDP has a communication hook, and what that holds is not counted: {MAY_BE_ABOVE}", stacklevel=9)
+        warnings.warn(f"DDP has a communication hook, whose memory is not counted: {MAY_BE_ABOVE}", stacklevel=9)
 
 
 class RuntimeOfCalls:

@@ -221,9 +221,9 @@ class GraphRuntime(PlannedCalls):
         self._changes = self._what_changes(inputs) if is_often or self._is_at_limit else ""
         if is_often:
             warnings.warn(
-                f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
-                f"{self._changes}. What its forward looks at must be alike in most calls; runtime='modules' captures "
-                "nothing",
+                f"each of the last {_OFTEN} calls of {type(self.model).__name__} had to be captured again, as has this "
+                f"one{self._changes}. What its forward depends on must be the same in most calls; runtime='modules' "
+                "captures nothing",
                 stacklevel=8,
             )
         self._in_a_row += 1
@@ -250,7 +250,7 @@ class GraphRuntime(PlannedCalls):
     def _what_changes(self, inputs: Inputs) -> str:
         found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
         what = next(filter(None, found), "")
-        return f": it is no longer so that {what}" if what else ""
+        return f": it is no longer true that {what}" if what else ""
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
         """Capture under the first pair of calls whose branches hold for these inputs, or under a new pair."""

@@ -154,7 +154,7 @@ class _PlannedPart(PlannedUnit):
             return self._forward(*args, **kwargs)
         self._parts.ran.add(self.path)
         if _described(Inputs(args, kwargs)) != self._parts.given[self.path]:
-            unlike[self.path] = "is given other sizes, types or numbers"
+            unlike[self.path] = "is called with other sizes, types or numbers"
         else:
             try:
                 with explain_failures(self._block):
@@ -162,7 +162,7 @@ class _PlannedPart(PlannedUnit):
             except ForwardError:
                 raise
             except (CaptureError, PlanMismatchError) as error:  # raised before anything has run
-                unlike[self.path] = f"is captured otherwise ({error})"
+                unlike[self.path] = f"is captured differently ({error})"
         return self._forward(*args, **kwargs)
 
 
@@ -193,7 +193,7 @@ def plan_parts(
         if not blocks:
             why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
             raise CaptureError(
-                f"no module of {type(model).__name__} that can be captured holds anything to choose{why}"
+                f"no module of {type(model).__name__} that can be captured leaves anything to choose{why}"
             )
         step = lower_around(followed, blocks, inputs, options)
     lowered, blocks = step.lowered, step.units

@@ -91,7 +91,7 @@ class RegionalRuntime(CallsInSituations):
         self.is_confirmed = True
         if unknown := self._unknown_to(plan):
             said = (unknown.get(SHARDING) or unknown.get(FINDS) or "the model is sharded by default").partition(";")[0]
-            warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
+            warnings.warn(f"{said}, and the given plan does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
         check_sharding(self.model, blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
         return plan
 

@@ -62,8 +62,8 @@ def check_for_regions(*chosen: str) -> None:
     """Refuse solvers of whole graphs, by a UsageError, where modules are chosen."""
     if others := [name for name in chosen if name != "auto"]:
         raise UsageError(
-            f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
-            "programme of its own: leave it out, or ask about the runtime 'graph'"
+            f"{others[0]!r} decides on a whole graph, and the runtime 'modules' chooses modules by a programme of its "
+            "own: leave it out, or use the runtime 'graph'"
         )
 
 

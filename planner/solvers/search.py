@@ -373,7 +373,7 @@ class _Rounds:
         if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
             raise ClaimMismatchError(
                 f"solver 'search' claims {seconds} s within {self.problem.budget_bytes} bytes, "
-                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
+                f"but simulation gives {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
                 "please report this as a bug"
             )
         incumbent.update(schedule, SearchSolver.name)

@@ -486,7 +486,7 @@ def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
     model, x = nn.Sequential(*(Decaying() for _ in range(3))), rows()
     asked: dict[str, Any] = {"budget": planner.Budget(activations="100%"), "loss_fn": mean_square}
     is_captured = VERSION >= (2, 14)
-    said = r"other memory by \.data = \(.*test_modules.py:\d+\)"
+    said = r"new memory by \.data = \(.*test_modules.py:\d+\)"
     with nullcontext() if is_captured else pytest.raises(UnsupportedModelError, match=said):
         planner.plan(model, x, runtime="graph", **asked)
     plain = copy.deepcopy(model)

@@ -143,7 +143,7 @@ def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() ->
     first, other, third = (torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(3))
     with pytest.warns(UserWarning, match="depends on data"):
         assert_same(train(plain, first), train(model, first))
-    with pytest.warns(UserWarning, match="second is given other sizes"):
+    with pytest.warns(UserWarning, match="second is called with other sizes"):
         assert_same(train(plain, other), train(model, other))
     assert_same(train(plain, third), train(model, third))
     assert planner.plan_of(model).fingerprint["blocks"] == "first"

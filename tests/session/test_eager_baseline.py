@@ -195,8 +195,8 @@ class OtherwiseWhenCaptured(OneLinear):
 
 def test_verify_sees_a_captured_step_that_is_not_eagers() -> None:
     model, x = OtherwiseWhenCaptured(64), torch.randn(32, 64)
-    with pytest.warns(UserWarning, match="asks whether it is compiled .* and is told yes"):
+    with pytest.warns(UserWarning, match="asks whether it is compiled .* The answer is yes"):
         plan = planner.plan(model, x, budget="100%", runtime="graph")
     found = planner.verify(model, x, plan, timed_steps=1)
     assert found.exact and not found.agrees  # the bits of the captured step, which is another one
-    assert "loss or outputs differ, held against the eager step" in found.differences
+    assert "loss or outputs differ, compared with the eager step" in found.differences

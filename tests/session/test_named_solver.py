@@ -20,7 +20,7 @@ from planner.session import eager_study
 from tests.models import WIDTH, Stack, looked_at, rows
 from tests.tiers import tiered
 
-REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
+REFUSAL = "'chain-dp' decides on a whole graph, and the runtime 'modules' chooses modules by"
 MODULES: dict[str, Any] = {"runtime": "modules", "solver": "chain-dp"}
 
 

@@ -81,7 +81,7 @@ class _Recording:
             if is_fake(model) or not may_run:
                 hint = ""
                 if units_of(model):
-                    hint = "; a sharded model is recorded without data, so what runs may not depend on them"
+                    hint = "; a sharded model is recorded without data, so what it runs may not depend on data"
                 elif is_fake(model):
                     hint = "; if it depends on data, build the model for real"
                 raise CaptureError(self._failed(error) + hint) from error
