@@ -209,7 +209,7 @@ def unknown_gpu(
         launch_seconds=4e-6,
         alignment_bytes=512,
         host_link_bytes_per_second=32 * _GB,
-        source="what its driver tells; calibrate or measure instead",
+        source="figures of its driver; calibrate or measure instead",
         architecture=architecture,
         library_bytes=library_bytes(architecture),
     )

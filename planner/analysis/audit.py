@@ -28,13 +28,13 @@ class Audit:
     current: str
     """The set-up: ``"every-layer"`` for example."""
     now: Plan
-    """What it comes to, as a plan whose budget is its own peak."""
+    """Its figures, as a plan whose budget is its own peak."""
     best: Plan
-    """The best that is known at the same peak, with the proven bound."""
+    """The best known plan at the same peak, with the proven bound."""
     budget_bytes: int | None = None
     """What the device may hold, if that was given."""
     within_budget: Plan | None = None
-    """The best that is known within it."""
+    """The best known plan within it."""
     no_plan_fits: NoPlanFitsError | None = None
     """Why there is none."""
 

@@ -107,7 +107,7 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
 
     Notes
     -----
-    Prices are those of the plan as it is: what one value more would cost, with all others as they are.
+    Prices are for this plan: what changing one value would cost, with all others as they are.
 
     Examples
     --------

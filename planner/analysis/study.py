@@ -47,7 +47,7 @@ from planner.solving.peak_bounds import lowest_schedule
 _log = logging.getLogger(__name__)
 
 _BETTER = 1e-3
-"""By so much of the step a plan must be cheaper to take the place of the one in force: its graphs are written anew."""
+"""A plan replaces the one in force only if it is cheaper by this share of the step: its graphs must be written."""
 
 WORTH_OFFLOADING = 0.005
 """What offload must save where it is not asked for, as a share of the step: copies of others may use the link too."""
@@ -78,7 +78,7 @@ class Study:
     device: DeviceSpec | None = None
     """Figures of the device: its link to the host's memory is what offload needs."""
     regions: tuple[Region, ...] | None = None
-    """Of an eager step, the modules that ``torch.utils.checkpoint`` could run again; nothing else can be recomputed."""
+    """Of an eager step, the modules that ``torch.utils.checkpoint`` could recompute; nothing else can be recomputed."""
     varies: bool = False
     """Whether what the step runs depends on its data, so that it need not be the same twice."""
     draws: bool = False

@@ -211,7 +211,7 @@ def check_own_checkpointing(model: nn.Module) -> None:
             has = (f"call model.{name}()" for name in names if hasattr(model, name))
             raise UsageError(
                 f"the model checkpoints its activations itself, in {path or type(model).__name__!r}; the plan decides "
-                f"that now: {next(has, 'set its gradient_checkpointing = False')}, and ask no trainer for checkpointing"
+                f"that now: {next(has, 'set its gradient_checkpointing = False')}, also in the trainer"
             )
 
 

@@ -26,7 +26,7 @@ class _Audit(AboutModel):
             "--current",
             metavar="WAY",
             required=True,
-            help="what is done now: none, every-layer, every-2, sqrt, or another strategy",
+            help="the present set-up: none, every-layer, every-2, sqrt, or another strategy",
         )
         group.add_argument("--budget", **SIZE, help="also find the best plan within this budget: 8GiB, 60%%")
         planning, _ = solving_options(parser, limits="for each search")

@@ -51,7 +51,7 @@ class _WhatIf(AboutModel):
             metavar="RANGE",
             help="4GiB..16GiB or 4GiB,8GiB,16GiB; by default from the smallest feasible to the peak without recompute",
         )
-        axes = parser.add_argument_group("further axes (sizes are asked at --budget)")
+        axes = parser.add_argument_group("further axes (sizes need --budget)")
         for option, what, each in (
             ("--batch-sizes", "batch sizes", "1..64 or 1,2,4: the largest that fits, samples/s"),
             ("--seq-lens", "sequence lengths", "128..4096 or 512,1024: the longest that fits, tokens/s"),
@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> None:
         ranges.check_budgets(args.budgets)
     sizes = [name for name in _SIZES if getattr(args, f"{name}s") is not None]
     if sizes and not args.budget:
-        raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
+        raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE, which they are to fit")
     zoo.check_sizes(args.model or args.name, {name: max(getattr(args, f"{name}s").values) for name in sizes})
     _asked.check_writable(args.json, args.html)
 

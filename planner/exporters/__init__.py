@@ -1,7 +1,7 @@
 """Exporters to other frameworks, found by their files.
 
 Every public module of this package defines one ``EXPORTER``; dropping a file in is all it takes to add
-one. An exporter chooses, among what its framework can be told, what costs least within the plan's
+one. An exporter chooses, among what its framework can do, what costs least within the plan's
 budget; the simulator says what that costs.
 """
 
@@ -32,11 +32,11 @@ class Exporter(Protocol):
     """Protocol of an exporter module's ``EXPORTER``."""
 
     name: str
-    """What people type."""
+    """The name that users type."""
     summary: str
-    """One line on what the framework can be told."""
+    """One line on what the framework can recompute."""
     lost: tuple[str, ...]
-    """What always differs there, one line each."""
+    """What always differs in an export, one line each."""
 
     def takes(self, modules: tuple[str, ...]) -> bool:
         """Whether just these modules can be named."""
@@ -66,7 +66,7 @@ def get(name: str) -> Exporter:
 
 
 def carries_exactly(plan: Plan, to: str) -> bool:
-    """Whether a framework can be told a plan as it is, so that nothing needs to be chosen or simulated.
+    """Whether a framework can run a plan as it is, so that nothing needs to be chosen or simulated.
 
     So it is with a plan that recomputes and offloads nothing, and with one of whole modules (``runtime="modules"``,
     with nothing kept in them) where the framework checkpoints modules of the same model by their names, as that
@@ -96,7 +96,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         One of ``"accelerate"``, ``"fsdp"``, ``"huggingface"``.
     study : Study, optional
         The step that the plan is for, from :func:`planner.study` with ``runtime="modules"``: whatever is not carried
-        over exactly is chosen anew within the plan's budget, and simulated.
+        over exactly is chosen again within the plan's budget, and simulated.
 
     Returns
     -------

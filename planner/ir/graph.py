@@ -1,6 +1,6 @@
 """The training step as plain data: operations in their base order and the storages they make.
 
-Nothing here knows torch. ``planner.capture.lowering`` builds a :class:`TrainingGraph` from a joint fx
+Nothing here imports torch. ``planner.capture.lowering`` builds a :class:`TrainingGraph` from a joint fx
 graph; tests and other people build one by hand.
 
 A *value* is a storage: aliases and views share one and cost nothing. What is resident for the

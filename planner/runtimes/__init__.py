@@ -47,7 +47,7 @@ class ReplannedModel(PlannedModel, Protocol):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
 
     def plan_anew(self, options: Options) -> bool:
         """Plan the next call under other options, with what was captured; False if a new capture is needed."""

@@ -123,7 +123,7 @@ class PlannedCalls(ABC):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
         return False
 
     def plan_anew(self, options: Options) -> bool:
@@ -207,7 +207,7 @@ class CallsInSituations(PlannedCalls):
         if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in self.plan.warnings):
             self._is_said = True
             warnings.warn(
-                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was recorded, "
+                f"data decide what {type(self.model).__name__} runs: its plan is for the batch that was recorded, "
                 "and another may need more. Leave some room in the budget",
                 stacklevel=4,
             )

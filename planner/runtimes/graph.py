@@ -323,7 +323,7 @@ class GraphRuntime(PlannedCalls):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
         return self._beside is not None
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -354,7 +354,7 @@ class GraphRuntime(PlannedCalls):
 
     def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
         if self.options.loss is not None or self.options.runtime.chunk != 1:
-            raise UnknownSizeError("what is outside of the graph depends on sizes too")
+            raise UnknownSizeError("code outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
         if elements(input_sizes) > self._plans.largest and isinstance(self.options.eager, Study):

@@ -201,7 +201,7 @@ def plan_parts(
         raise CaptureError(f"{type(model).__name__} calls torch.utils.checkpoint itself outside of captured modules")
     opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
     if opaque:
-        raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
+        raise CaptureError(f"how much {opaque[0].target} saves is known only when it runs")
     notes = tuple(_notes(followed, blocks, left, lowered.lowered.graph))
     lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - begun)
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
@@ -279,7 +279,7 @@ def _notes(
         severity=Severity.NOTE,
         evidence=f"{len(blocks)} modules are captured, and make {format_percent(captured_share(graph))} of the bytes "
         "that the step saves",
-        cause=f"{path} is not captured: {why}" if left else "what the model runs outside of them is not captured",
+        cause=f"{path} is not captured: {why}" if left else "the rest of the model's step is not captured",
         fix="remove what stops the capture, and more of the step is planned",
     )
     if step.is_real:

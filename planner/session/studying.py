@@ -123,7 +123,7 @@ def what_if(
     search: Search | str = Search(time_limit_seconds=25.0),
     target: Target | str = Target(),
 ) -> TradeOffCurve:
-    """Return the overhead of the best plan over the budget, from the smallest feasible one to none needed.
+    """Return the best overhead over the budget, from the smallest feasible budget to the peak without recompute.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def what_if(
         ``"4GiB..16GiB:8"``; or which they are, ``"4GiB,8GiB"`` or ``["4GiB", "8GiB"]``.
     sizes : mapping, optional
         Sizes to ask about at ``budget``, by ``"batch_size"`` or ``"seq_len"``: ``"1..64"``, ``"1,2,4"`` or
-        ``[1, 2, 4]``. The largest that fits is found, and how much each trains a second. The inputs are repeated or
+        ``[1, 2, 4]``. The largest that fits is found, and the throughput of each. The inputs are repeated or
         cut to each: along the first dimension of every tensor that is as long there as the first, or along all others
         that are as long as the first tensor's second.
     loss_fn, offload, training, target

@@ -117,7 +117,7 @@ class SearchSolver:
         """Compile the kernels without blocking other threads; False if the solve ended before they were ready."""
         if is_compiled():
             return True
-        progress(f"search: {_COMPILES}, in a process beside this one")
+        progress(f"search: {_COMPILES}, in a background process")
         process: subprocess.Popen[bytes] | None = None
         while not is_over():
             if is_compiled() or (process is not None and process.poll() is not None):

@@ -96,7 +96,7 @@ def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.Mon
     monkeypatch.setattr(runtimes.get("graph"), "plan", lambda *_, **__: dearer, raising=False)
     plan = planner.plan(model, **grouped(**asked))
     assert plan.runtime == "modules"
-    assert [w.rule for w in plan.warnings if "planned as captured" in w.evidence] == ["runtime"]
+    assert [w.rule for w in plan.warnings if "as captured the planned step" in w.evidence] == ["runtime"]
     planner.auto_wrap(model, budget=plan)
     model(x).backward()
 
@@ -118,7 +118,7 @@ def test_a_training_loop_takes_the_eager_step_once_the_captured_one_is_seen_to_b
         model(x).backward()
         assert planner.plan_of(model).runtime == ("modules" if step else "graph")
         assert planner.plan_of(model) is planner.plan_of(model)
-    assert any("planned as captured" in w.evidence for w in planner.plan_of(model).warnings)
+    assert any("as captured the planned step" in w.evidence for w in planner.plan_of(model).warnings)
 
 
 def fits_nowhere(*_: Any, **__: Any) -> Plan:

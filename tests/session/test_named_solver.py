@@ -94,7 +94,7 @@ SAID = r"the solver 'chain-dp'.*is not asked"
 
 
 def test_auto_says_where_it_cannot_be_asked() -> None:
-    with pytest.warns(UserWarning, match=rf"'modules' in place of 'graph'.*{SAID}"):
+    with pytest.warns(UserWarning, match=rf"'modules' instead of 'graph'.*{SAID}"):
         plan = planner.plan(Branching(), rows(), **grouped(activation_budget="75%", solver="chain-dp", compare=False))
     assert modules_of(plan) and re.search(SAID, note_of(plan))
     with pytest.warns(UserWarning) as said:

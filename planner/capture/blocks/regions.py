@@ -309,7 +309,7 @@ class Step:
         differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
         used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
         if blocks and not used:
-            raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
+            raise CaptureError(f"no backward of {next(iter(blocks))} or another captured module runs")
         return (recorder, used) if len(used) == len(blocks) else self.trace(used, loss, gradients, units, outputs)
 
     def _stand_in(self, block: Block, recorder: Recorder) -> _StandIn:
