@@ -310,7 +310,7 @@ def _check_can_wrap(model: nn.Module, runtime: Runtime) -> None:
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
-        raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
+        raise UsageError(f"{type(model).__name__} is compiled by its compile(): leave compile() out")
     first = runtimes.get(choose(model) if runtime.name == "auto" else runtime.name)
     if not first.runs_compiled_parts and (parts := compiled_parts(model)):
         warnings.warn(

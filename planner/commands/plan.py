@@ -50,7 +50,7 @@ class _Verify(AboutModel):
     examples = ("verify minigpt --plan minigpt.plan", "verify my_model.py:make --budget 70% --cost-model measured")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
+        budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, instead of a budget")
         planning_options(parser)
         parser.set_defaults(verify=True)
 

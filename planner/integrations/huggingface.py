@@ -53,7 +53,7 @@ class PlanCallback(_TrainerCallback):  # type: ignore[misc]
                 "for each GPU (torchrun), or let it see one GPU"
             )
         if args.deepspeed:
-            raise UsageError("DeepSpeed holds gradients in buffers of its own, which no plan counts: leave it out")
+            raise UsageError("DeepSpeed keeps gradients in buffers of its own, which no plan counts: leave it out")
         backend, mode = args.torch_compile_backend, args.torch_compile_mode
         if args.torch_compile and (backend != "inductor" or mode not in (None, "default")):
             raise UsageError(

@@ -524,9 +524,9 @@ class Plan:
         root = parse(text, "plan")
         schema = root["schema"].read(int)
         if schema != SCHEMA:
-            raise PlanFileError(f"the plan is of schema {schema}, and schema {SCHEMA} is what can be read here")
+            raise PlanFileError(f"the plan is of schema {schema}, and only schema {SCHEMA} can be read here")
         if root["status"].read(str) == "infeasible":
-            raise PlanFileError("this is the report of a budget that no plan fits; it holds no plan")
+            raise PlanFileError("this is the report of a budget that no plan fits; it contains no plan")
         plan = root.read(cls)
         _check_consistent(plan)
         return plan

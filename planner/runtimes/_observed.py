@@ -175,7 +175,7 @@ class ObservedCalls:
         seen = {
             "a background process is looking for a better plan": self._running.is_searching,
             f"outputs are {outputs}": self._may_drop and outputs != HELD,
-            "gradients of earlier backwards are there when a step begins": options.training.gradient_accumulation,
+            "gradients of earlier backwards are in memory when a step begins": options.training.gradient_accumulation,
             "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
             f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > _SCALARS,
         }

@@ -420,7 +420,7 @@ class GraphRuntime(PlannedCalls):
         if self._is_at_limit:  # said here, since a call that fails by itself does not come so far
             raise RuntimeUnsupportedError(
                 f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
-                f"own{self._changes}. Pass a tensor in place of a number that changes, pad or bucket inputs whose "
+                f"own{self._changes}. Pass a tensor instead of a number that changes, pad or bucket inputs whose "
                 "sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
             )
         possible = differentiable_outputs(graph_module)

@@ -181,7 +181,7 @@ def plan_parts(
     captured.
     """
     begun = time.perf_counter()
-    options.search.tell("capturing the largest modules that can be")
+    options.search.tell("capturing the largest modules that can be captured")
     check_plannable(model, inputs)
     with explain_forward(model):
         followed, seen = _followed(model, inputs, options, missed)

@@ -112,7 +112,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler:
         without = "set model.config.use_cache = False (blocks write into the cache), or " if fills_cache else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
-            f"step, with parameters) that could be planned one by one{why}; {without}take runtime='graph'"
+            f"step, with parameters) that could be planned one by one{why}; {without}use runtime='graph'"
         )
     step = lower_around(followed, blocks, inputs, options)
     left |= {path: "its backward does not run" for path in blocks if path not in step.units}

@@ -233,7 +233,7 @@ def notes_on(graph: TrainingGraph) -> Iterator[Finding]:
         yield Finding(
             rule="choices-run-once",
             severity=Severity.NOTE,
-            evidence=f"what chooses by value, as a router does, is not recomputed: {collapsed(chosen)}",
+            evidence=f"operations that choose by value (a router) are not recomputed: {collapsed(chosen)}",
             cause="with other last bits it could choose differently, and gradients would be those of other experts",
             fix="nothing",
         )

@@ -92,7 +92,7 @@ def test_what_is_not_known_may_be_left_out(tmp_path: Path) -> None:
         ({"best_known_cost": 50}, "best_known_cost is 50, less than 61"),
         ({"published_cost": []}, "published_cost must be a number"),
         ({"name": 7}, "name must be text, not 7"),
-        ({"name": "a\nb"}, "name holds characters that cannot be printed"),
+        ({"name": "a\nb"}, "name contains characters that cannot be printed"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -246,7 +246,7 @@ def test_the_first_call_holds_nothing_that_its_callers_let_go() -> None:
     ("asked", "told"),
     [
         ({"mode": "reduce-overhead"}, "does not work with a memory plan: leave it out"),
-        ({"mode": "max-autotune"}, "take 'max-autotune-no-cudagraphs'"),
+        ({"mode": "max-autotune"}, "use 'max-autotune-no-cudagraphs'"),
         ({"options": {"fallback_random": False}}, "option 'fallback_random'"),
         ({"options": {"max_autotun": True}}, "did you mean 'max_autotune'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),

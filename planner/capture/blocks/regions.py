@@ -436,7 +436,7 @@ def _block(
     if not all(map(_is_plain, leaves_of(outputs))):
         raise UnsupportedModelError(f"block {path} returns an object that may contain tensors")
     if any(written in given for node in joint.graph.nodes for written in written_by(node)):
-        raise UnsupportedModelError(f"block {path} overwrites what it is given")
+        raise UnsupportedModelError(f"block {path} writes into an input")
     return Block(path, lowered, places, given, raw, outputs, inputs)
 
 
