@@ -447,7 +447,7 @@ def backend(
 
 
 def running_on(model: nn.Module) -> PlannedModel | None:
-    """Return what runs in place of a model's call, if that is ours."""
+    """Return what runs instead of a model's call, if that is ours."""
     running = planned_call(model)
     return running if isinstance(running, PlannedModel) else None
 
@@ -491,7 +491,7 @@ def status(model: nn.Module) -> Status:
     Returns
     -------
     Status
-        Peak in bytes and step time in seconds, measured beside promised; printing it gives a table.
+        Peak in bytes and step time in seconds, as measured and as promised; printing it shows a table.
 
     Raises
     ------

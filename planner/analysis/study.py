@@ -50,7 +50,7 @@ _BETTER = 1e-3
 """A plan replaces the one in force only if it is cheaper by this share of the step: its graphs must be written."""
 
 WORTH_OFFLOADING = 0.005
-"""What offload must save where it is not asked for, as a share of the step: copies of others may use the link too."""
+"""What offload must save if it was not asked for, as a share of the step: other copies may use the link too."""
 
 _PROGRAM = "from planner.analysis.study import main; main()"
 

@@ -160,7 +160,7 @@ _AS_WRITTEN = {"L['implementation'].__self__": "self", "L['args']": "args", "L['
 """What Dynamo calls, in the function that it compiles, what a module's author writes."""
 
 NOT_CAPTURED = object()
-"""What a call that has no graph gives in place of its result."""
+"""What a call that has no graph returns instead of its result."""
 
 
 class IsolatedCall:

@@ -28,7 +28,7 @@ Group = TypeVar("Group")
 
 
 def group(kind: type[Group], given: Any) -> Group:
-    """Return a group of options; a plain word in its place stands for its first field.
+    """Return a group of options; a plain word is its first field.
 
     >>> group(Training, "adamw") == Training("adamw")
     True
@@ -118,7 +118,7 @@ class Budget(_Group):
 
     @classmethod
     def of(cls, given: Budget | Plan | Size | None) -> Budget:
-        """Return a budget as people give it: a group, a size, or an existing plan."""
+        """Return a budget that is given as a group, a size, or an existing plan."""
         if given is None or isinstance(given, (Budget, int, float, str)) or not hasattr(given, "fingerprint"):
             return group(cls, given)
         return cls(plan=given)
@@ -177,7 +177,7 @@ class Search(_Group, SolveLimits):
     deterministic : bool
         Count work, not seconds: the same plan every time.
     wait : bool
-        Let the first step wait for the whole search; ``"before"`` in place of a solver does. Otherwise a wrapped model
+        Let the first step wait for the whole search; ``"before"`` instead of a solver does. Otherwise a wrapped model
         trains under the plan that a second finds, and a better one replaces it once a background process has found it.
     seed : int
         Seed of random choices in a solver.
@@ -313,7 +313,7 @@ class Training(_Group):
 
     Notes
     -----
-    ``data_parallel`` and ``ranks`` are read off a model that is sharded already, or called by
+    ``data_parallel`` and ``ranks`` are read from a model that is sharded already, or called by
     ``DistributedDataParallel``; they are for planning before that.
     """
 

@@ -59,9 +59,9 @@ def verify(
     """Run real steps with the plan, with the full-save graph and in eager, in turn; see :func:`planner.verify`.
 
     The step without the plan is of the same captured graph: only the eager step shows a fault of capture. Capture may
-    round otherwise, so it is held to :data:`ROUNDED`.
+    round differently, so it is compared within :data:`ROUNDED`.
 
-    Where kernels may give other bits in every run, the step without the plan runs once more as a control.
+    Where kernels may differ from run to run, the step without the plan runs once more as a control.
 
     ``loss`` is what ``loss_fn`` takes. What is resident is added to what a step was seen to allocate.
     """

@@ -44,7 +44,7 @@ class Problem:
         return replace(self, decisions=Decisions())
 
     def as_used_by(self, schedule: Schedule) -> Problem:
-        """Return the problem without a host that nobody asked for, and that a schedule does not need."""
+        """Return the problem without a host that was not asked for and that a schedule does not need."""
         is_idle = self.host is not None and self.host.least_gain > 0 and not schedule.offloads
         return replace(self, host=None) if is_idle else self
 

@@ -174,7 +174,7 @@ class Verification:
     """How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
     difference as a share of the length, see :func:`planner.diagnose.verification.distance`."""
     control: float | None = field(default=None, metadata={"left_out": True})
-    """How far two steps without the plan were from each other, where kernels may give other bits in every run (CUDA
+    """How far two steps without the plan were from each other, where kernels may differ from run to run (CUDA
     without ``torch.use_deterministic_algorithms``): the largest difference as a share of the length. The tolerance
     follows from it; 0 demands bits."""
     eager: MeasuredEager | None = field(default=None, metadata={"left_out": True})
@@ -445,7 +445,7 @@ class Plan:
         return seconds / self.baseline_step_seconds if self.baseline_step_seconds > 0 else 0.0
 
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
-        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them otherwise.
+        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them differently.
 
         Where the plan has an order of its own, first runs are in that.
         """
@@ -476,7 +476,7 @@ class Plan:
         return renumbered(schedule, order) if self.order else schedule
 
     def holding(self, peak_bytes: int) -> Plan:
-        """Return the plan of a step that was measured to hold so much: more, or less, is reserved beside it.
+        """Return the plan of a step whose peak was measured: more, or less, is reserved beside it.
 
         Where nothing is reserved, outputs were dropped, or less was saved.
         """

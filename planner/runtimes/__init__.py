@@ -85,7 +85,7 @@ class RuntimePlugin(Protocol):
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> ReplannedModel:
-        """Return what runs in place of the model's call, under ``plan`` if one is given.
+        """Return what runs instead of the model's call, under ``plan`` if one is given.
 
         Without ``replan`` a plan that does not match the model raises PlanMismatchError instead of being replaced.
         """
