@@ -228,7 +228,7 @@ class Offload(_Group):
         Offload values to the host's memory too. ``"auto"`` does where that saves more than half a point of the step, or
         where no plan fits without, on GPUs whose link to the host is known.
     host_budget : int, float or str, optional
-        Host memory that they may take: 64GiB, 60%. By default half of what is free here.
+        Host memory for offloaded values: 64GiB, 60%. By default half of what is free here.
     at_least : int, float or str
         Smaller values stay on the device. By default 1MiB.
     link : int, float or str, optional
@@ -295,7 +295,7 @@ class Training(_Group):
     Parameters
     ----------
     optimizer : str
-        Its state is resident (adamw, adafactor, ...). Its own step must fit, too.
+        Optimizer whose state is resident (adamw, adafactor, ...). Its own step must fit, too.
     master_weights : bool
         16-bit parameters have float32 copies.
     gradient_accumulation : bool
