@@ -95,7 +95,7 @@ class Budget(_Group):
     Parameters
     ----------
     size : int, float or str, optional
-        What the whole device may hold: 8GiB, 8GB, 60% of eager's. Bytes are given as a number.
+        What the device may hold: 8GiB, 8GB, 60% of eager's. Bytes are given as a number.
     activations : int, float or str, optional
         What the step may allocate beyond what is resident. Instead of the size.
     strategy : str, optional
@@ -295,7 +295,7 @@ class Training(_Group):
     Parameters
     ----------
     optimizer : str
-        Optimizer whose state is resident (adamw, adafactor, ...). Its own step must fit, too.
+        Optimizer whose state is resident (adamw, ...). Its own step must fit, too.
     master_weights : bool
         16-bit parameters have float32 copies.
     gradient_accumulation : bool

@@ -81,7 +81,7 @@ def test_what_is_not_known_may_be_left_out(tmp_path: Path) -> None:
         ({"output_kib": [4, 4, 1, 4.5, 4]}, r"output_kib\[3\] must be an integer .*, not 4.5"),
         ({"output_kib": [4, -4, 1, 4, 4]}, r"output_kib\[1\] must be an integer"),
         ({"cost": [10, "much", 1, 20, 10]}, r"cost\[1\] must be a number .*, not \"much\""),
-        ({"cost": [10, float("nan"), 1, 20, 10]}, "holds NaN, and every number must be finite"),
+        ({"cost": [10, float("nan"), 1, 20, 10]}, "contains NaN, and every number must be finite"),
         ({"cost": [10, [], 1, 20, 10]}, r"cost\[1\] must be a number .*, not a list"),
         ({"edges": [[0, 1], [1]]}, r"edges\[1\] must be two operations"),
         ({"edges": [[0, 5]]}, r"edges\[0\]\[1\] must be an integer from 0 to 4, not 5"),

@@ -491,7 +491,7 @@ def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
         planner.plan(model, x, runtime="graph", **asked)
     plain = copy.deepcopy(model)
     planner.auto_wrap(model, runtime="modules" if is_captured else "auto", **asked)
-    said = "'modules' instead of 'graph'.* other memory"
+    said = "'modules' instead of 'graph'.* new memory"
     with nullcontext() if is_captured else pytest.warns(UserWarning, match=said):
         found = train(model, x, mean_square)
     assert_same(train(plain, x, mean_square), found)
