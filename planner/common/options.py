@@ -255,8 +255,8 @@ class Target(_Group):
     device : str, optional
         Accelerator to plan for: h100, or a device file. By default the model's device.
     cost_model : str
-        roofline, measured, or auto. Costs from the device's data sheet; from running every different operation here; or
-        measured briefly if model and device are here.
+        roofline, measured, or auto. Costs come from the device's data sheet; from running every different operation
+        here; or from brief measurements if model and device are here.
     profile : Profile, optional
         Costs that 'profile' recorded, here or elsewhere.
     """
