@@ -52,7 +52,7 @@ class OperationCost:
         Time of one run; of a recompute, where the first one takes longer.
     workspace_bytes : int
         What the kernel allocates beyond its outputs and frees before it returns; negative where it writes an output
-        over an input that nobody reads afterwards.
+        over an input that is not read afterwards.
     cold_seconds : float
         What a run takes on top if nothing that it reads is in a cache.
     cold_share : float

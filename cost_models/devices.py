@@ -3,7 +3,7 @@
 Peak figures are the vendor's published ones, dense (no sparsity), matrix units included where
 PyTorch uses them: float32 is the plain float32 rate, ``"tf32"`` the one that
 ``torch.set_float32_matmul_precision("high")`` turns on. ``memory_bytes`` is what a process is
-told it can have (``torch.cuda.mem_get_info``), which is 1 to 8% less than what is on the box.
+told it can have (``torch.cuda.mem_get_info``), 1 to 8% less than the nominal size.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def unknown_gpu(
         launch_seconds=4e-6,
         alignment_bytes=512,
         host_link_bytes_per_second=32 * _GB,
-        source="what its driver tells; calibrate or measure instead",
+        source="figures of its driver; calibrate or measure instead",
         architecture=architecture,
         library_bytes=library_bytes(architecture),
     )

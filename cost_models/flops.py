@@ -35,7 +35,7 @@ _GATHERED = {
     "aten._unsafe_index": 0,
     "aten._unsafe_masked_index": 0,
 }
-"""Operators that read of one argument, at this position, no more than they give out."""
+"""Operators that read no more of one argument, at this position, than they return."""
 
 _UNREAD = {
     "aten.bernoulli.p": 0,

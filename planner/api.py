@@ -95,11 +95,11 @@ def plan(
     training : str or Training
         The optimizer's name (``"adamw"``), or all that a training loop holds in memory.
     runtime : str or Runtime
-        Name of the runtime of the plan. Each runtime can carry out other plans; ``"auto"`` picks.
+        Name of the runtime of the plan. Each runtime can carry out different plans; ``"auto"`` picks.
     search : str or Search
-        Name of a solver, or its limits too.
+        Name of a solver, or its limits as well.
     target : str or Target, optional
-        Name of the device to plan for, or what says how long operations take there too. By default the model's device.
+        Name of the device to plan for, or the cost model as well. By default the model's device.
     name : str
         Name of the model in the report.
 
@@ -114,7 +114,7 @@ def plan(
     CaptureError
         If the model cannot be captured as one graph.
     InfeasibleBudgetError
-        If no plan fits, with the smallest budget for which there is one.
+        If no plan fits; it names the smallest budget for which one is known.
 
     Examples
     --------
@@ -182,7 +182,7 @@ def profile(
     time_limit_seconds : float
         How long to measure; what is left then costs what the roofline says.
     progress : callable, optional
-        Called with short lines on how it stands.
+        Called with short lines on the progress.
 
     Returns
     -------
@@ -229,12 +229,12 @@ def auto_wrap(
     inputs : tensor, tuple, dict, Inputs or object, optional
         Plan at once for these inputs. Without them, the first training call is planned for its own inputs.
     budget : int, float, str, Budget or Plan
-        See :func:`plan`. A plan made before is applied; if it belongs to another model or other shapes, the first call
+        See :func:`plan`. An existing plan is applied; if it belongs to another model or other shapes, the first call
         refuses it, or replaces it if ``planner.Budget(plan=..., replan=True)`` says so.
     loss_fn, policy, training, search, target
-        See :func:`plan`. ``training``: over how many ranks a sharded model is spread is read off the model.
+        See :func:`plan`. ``training``: the number of ranks of a sharded model is read from the model.
     offload : bool, str or Offload
-        See :func:`plan`. What a given plan offloads is the plan's.
+        See :func:`plan`. A given plan offloads what it names.
     runtime : str or Runtime
         See :func:`plan`.
 
@@ -242,7 +242,7 @@ def auto_wrap(
     -------
     torch.nn.Module
         The same object. Calls without gradients run as before; other input sizes are captured when
-        they come, and a plan at hand is kept if it fits them. A percentage is of the largest step so far.
+        they occur, and an existing plan is kept if it fits them. A percentage is of the largest step so far.
         Wrapping again replaces the plan.
 
     Raises
@@ -310,7 +310,7 @@ def _check_can_wrap(model: nn.Module, runtime: Runtime) -> None:
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
-        raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
+        raise UsageError(f"{type(model).__name__} is compiled by its compile(): leave compile() out")
     first = runtimes.get(choose(model) if runtime.name == "auto" else runtime.name)
     if not first.runs_compiled_parts and (parts := compiled_parts(model)):
         warnings.warn(
@@ -369,7 +369,7 @@ def verify(
     UsageError
         If an argument is wrong, or the plan cannot be run here.
     PlanMismatchError
-        If the plan is of another model or of other shapes.
+        If the plan belongs to another model or to other shapes.
     """
     check_model(model)
     if timed_steps < 1:
@@ -447,7 +447,7 @@ def backend(
 
 
 def running_on(model: nn.Module) -> PlannedModel | None:
-    """Return what runs in place of a model's call, if that is ours."""
+    """Return what runs instead of a model's call, if that is ours."""
     running = planned_call(model)
     return running if isinstance(running, PlannedModel) else None
 
@@ -491,7 +491,7 @@ def status(model: nn.Module) -> Status:
     Returns
     -------
     Status
-        Peak in bytes and step time in seconds, measured beside promised; printing it gives a table.
+        Peak in bytes and step time in seconds, as measured and as promised; printing it shows a table.
 
     Raises
     ------

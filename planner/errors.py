@@ -60,13 +60,13 @@ class InfeasibleBudgetError(PlannerError):
         self.minimum_feasible_peak_bytes = minimum_feasible_peak_bytes
         """Smallest peak for which a plan is known, everything on the device included."""
         self.operation = operation
-        """Operation at which that peak stands."""
+        """Operation at which that peak occurs."""
         self.is_proven = is_proven
         """Whether it is proven that no plan in the base order keeps the budget."""
         self.lower_bound_seconds = lower_bound_seconds
-        """Proven all the same: a plan that keeps it, if there is any, recomputes for as long."""
+        """Proven lower bound: a plan that keeps the budget, if there is one, recomputes for at least this long."""
         self.lowest = lowest
-        """The :class:`planner.ir.schedule.Schedule` with the smallest known peak, where it is at hand."""
+        """The :class:`planner.ir.schedule.Schedule` with the lowest known peak, where it is known."""
 
     def facts(self) -> dict[str, Any]:
         """Return what it says in numbers, as plain data."""
@@ -118,4 +118,4 @@ class ClaimMismatchError(PlannerError):
 
 
 class SolverUnavailableError(UsageError):
-    """A solver, or the library it stands on, is not installed."""
+    """A solver, or a library that it needs, is not installed."""

@@ -28,13 +28,13 @@ class Audit:
     current: str
     """The set-up: ``"every-layer"`` for example."""
     now: Plan
-    """What it comes to, as a plan whose budget is its own peak."""
+    """Its figures, as a plan whose budget is its own peak."""
     best: Plan
-    """The best that is known at the same peak, with the proven bound."""
+    """The best known plan at the same peak, with the proven bound."""
     budget_bytes: int | None = None
     """What the device may hold, if that was given."""
     within_budget: Plan | None = None
-    """The best that is known within it."""
+    """The best known plan within it."""
     no_plan_fits: NoPlanFitsError | None = None
     """Why there is none."""
 
@@ -91,7 +91,7 @@ def audit_study(study: Study, current: str, search: Search, budget: Size | None 
     try:
         schedule = Schedule.keep_all(study.graph) if current == _NONE else study.strategy(current)
     except UsageError as error:
-        raise UsageError(f"{error}, so nothing is {current!r} of it") from error
+        raise UsageError(f"{error}, so {current!r} does not apply to it") from error
     setup = evaluate(
         replace(study.problem(), host=study.unlimited_host()),
         schedule,

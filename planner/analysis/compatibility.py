@@ -36,12 +36,12 @@ def check_strategy(name: str | None, runtime: str, *, offload: bool, in_chunks: 
     strategies.get(name)
     if runtime not in ("auto", "graph", "modules"):
         raise UsageError(
-            f"a strategy is carried out by the runtime 'graph', or 'modules', not by {runtime!r}: leave that out"
+            f"only the runtimes 'graph' and 'modules' carry out a strategy, not {runtime!r}: leave runtime out"
         )
     if offload:
-        raise UsageError("a strategy says itself what waits on the host: leave offload out")
+        raise UsageError("a strategy decides itself what is offloaded: leave offload out")
     if in_chunks:
-        raise UsageError("a strategy is one of the step in one piece: leave chunk out")
+        raise UsageError("a strategy needs the step in one piece: leave chunk out")
 
 
 def chunked_graph(runtime: str, *, several_devices: bool) -> str:

@@ -91,8 +91,8 @@ def _finding(rule: str, evidence: str, more: Counter[str], write: Callable[[floa
         rule=rule,
         severity=Severity.NOTE,
         evidence=f"without recompute the captured step needs {evidence}: {named}",
-        cause="capture runs these operations otherwise than eager, or more of them; every plan pays that",
-        fix="compare runtime='modules', which runs the eager step",
+        cause="capture runs these operations differently than eager, or more of them; every plan pays for that",
+        fix="compare with runtime='modules', which runs the eager step",
     )
 
 

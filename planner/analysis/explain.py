@@ -107,7 +107,7 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
 
     Notes
     -----
-    Prices are those of the plan as it is: what one value more would cost, with all others as they are.
+    Prices are for this plan: what changing one value would cost, with all others as they are.
 
     Examples
     --------
@@ -150,13 +150,12 @@ def table_of(plan: Plan) -> ValueTable:
         return plan.values
     if plan.runtime == "modules":
         raise UsageError(
-            "the plan is for the runtime 'modules', which runs modules again: its report says which, and what they "
-            "keep, and there is no choice to explain for each value; plan with --runtime graph if the model can be "
-            "captured"
+            "the plan is for the runtime 'modules', which recomputes whole modules: its report says which, and "
+            "what they keep; it does not choose single values. Plan with --runtime graph if the model can be captured"
         )
     raise UsageError(
         "the plan has no table of its values: it was made without comparisons (compare=False, or by auto_wrap), or "
-        "by an older version; make it again with 'plan MODEL --budget SIZE --save PLAN'"
+        "by an older version; make a new one with 'plan MODEL --budget SIZE --save PLAN'"
     )
 
 
@@ -189,30 +188,30 @@ class _Reasons:
     def _offloaded(self, row: ValueRow) -> str:
         assert self.plan.offloading is not None
         transfer = format_seconds(row.size_bytes / self.plan.offloading.bytes_per_second)
-        away = f"frees {format_bytes(row.size_bytes)}, {transfer} on its way there and as long back"
+        away = f"frees {format_bytes(row.size_bytes)}, {transfer} for the transfer there and as long back"
         if row.again_seconds is None:
-            return f"{away}; it cannot be made again"
-        return f"{away}; making it again would take {format_seconds(row.again_seconds)}"
+            return f"{away}; it cannot be recomputed"
+        return f"{away}; recomputing it would take {format_seconds(row.again_seconds)}"
 
     def _kept(self, number: int, row: ValueRow) -> str:
         if row.retained:
-            return "the model returns it, so every plan holds it to the end"
+            return "the model returns it, so every plan keeps it to the end"
         if not row.repeatable:
             return (
-                "its operation cannot run twice (it overwrites something, reads what is overwritten later, or talks to "
-                "other devices)"
+                "its operation cannot be recomputed (it overwrites something, reads what is overwritten later, or "
+                "communicates with other devices)"
             )
         if not row.needed:
-            return "the backward does not read it, but what is recomputed is made from it"
+            return "the backward does not read it, but recomputed operations do"
         if not self.plan.recomputations and not (self.plan.offloading and self.plan.offloading.values):
             return "the step fits without recompute"
         if row.busiest_bytes == 0:
             return "needed again at once"
-        source = "; what is recomputed is made from it" if number in self.read_again else ""
+        source = "; recomputed operations read it too" if number in self.read_again else ""
         if row.excess_bytes == 0:
             return f"it is idle only while the step fits without recompute, so dropping it would not help{source}"
         if row.again_seconds is None:
-            return "its inputs are gone by then and cannot be made again"
+            return "its inputs are gone by then and cannot be recomputed"
         return self._price_of_dropping(row, row.again_seconds) + source
 
     def _price_of_dropping(self, row: ValueRow, seconds: float) -> str:
@@ -230,7 +229,7 @@ class _Reasons:
 
     def _recomputed(self, row: ValueRow) -> str:
         if not row.needed:
-            return "the backward does not read it, but what is recomputed is made from it"
+            return "the backward does not read it, but recomputed operations do"
         if self.largest[row.operation] is not row:
             return f"its operation is recomputed for a larger result; this one frees {format_bytes(row.size_bytes)}"
         kept_bytes = row.busiest_bytes + row.size_bytes

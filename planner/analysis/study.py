@@ -47,10 +47,10 @@ from planner.solving.peak_bounds import lowest_schedule
 _log = logging.getLogger(__name__)
 
 _BETTER = 1e-3
-"""By so much of the step a plan must be cheaper to take the place of the one in force: its graphs are written anew."""
+"""A plan replaces the one in force only if it is cheaper by this share of the step: its graphs must be written."""
 
 WORTH_OFFLOADING = 0.005
-"""What offload must save where it is not asked for, as a share of the step: copies of others may use the link too."""
+"""What offload must save if it was not asked for, as a share of the step: other copies may use the link too."""
 
 _PROGRAM = "from planner.analysis.study import main; main()"
 
@@ -78,7 +78,7 @@ class Study:
     device: DeviceSpec | None = None
     """Figures of the device: its link to the host's memory is what offload needs."""
     regions: tuple[Region, ...] | None = None
-    """Of an eager step, the modules that ``torch.utils.checkpoint`` could run again; nothing else can be recomputed."""
+    """Of an eager step, the modules that ``torch.utils.checkpoint`` could recompute; nothing else can be recomputed."""
     varies: bool = False
     """Whether what the step runs depends on its data, so that it need not be the same twice."""
     draws: bool = False
@@ -112,7 +112,7 @@ class Study:
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, **more: Any) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
         if self.device is None:
-            raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
+            raise UsageError("the device of this step is unknown, so nothing can be offloaded")
         return host_of(self.device, budget, at_least=at_least, **more)
 
     def host_for(self, asked: Offload, search: Search = Search()) -> Host | None:
@@ -263,9 +263,7 @@ class Study:
             return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())
         chosen = strategies.get(name)
         if chosen.strategy.name not in _OF_MODULES:
-            raise UsageError(
-                f"of the strategies the runtime 'modules' has 'every-layer' and 'every-N' alone, not {name!r}"
-            )
+            raise UsageError(f"the runtime 'modules' has only the strategies 'every-layer' and 'every-N', not {name!r}")
         blocks = regions_of_blocks(self.problem())
         if not blocks:
             raise UsageError(NO_BLOCKS)
@@ -303,7 +301,7 @@ class SearchBeside:
     def take(self) -> bool:
         """Take what a process that is over has found, and return whether it is better than the plan in force."""
         if self._process.returncode:
-            _log.info("the search beside training failed: the plan stays as it is")
+            _log.info("the search beside training failed; the plan stays as it is")
             return False
         self._found.seek(0)
         found = json.load(self._found)

@@ -36,7 +36,7 @@ class OtherBranchError(PlannerError):
 def branches(condition: Any, held: bool) -> None:
     """Check a branch in a captured program; raise OtherBranchError if its condition has changed."""
     if bool(condition) is not held:
-        raise OtherBranchError("another branch is taken than in the captured step")
+        raise OtherBranchError("the call takes another branch than the captured step")
 
 
 def branches_decided() -> AbstractContextManager[None]:

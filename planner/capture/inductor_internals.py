@@ -67,8 +67,8 @@ def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str
             raise UsageError(f"unknown option {name!r} of Inductor: {did_you_mean(name, known)}see list_options()")
         if (name in _NOT_PLANNED and value) or _SETTINGS.get(name, value) != value:
             asked = f"mode={mode!r}" if mode is not None and name in modes[mode] else f"option {name!r}"
-            hint = ": take 'max-autotune-no-cudagraphs'" if mode == "max-autotune" else ""
-            raise UsageError(f"{asked} ({name}={value!r}) does not go with a plan of memory{hint or ': leave it out'}")
+            hint = ": use 'max-autotune-no-cudagraphs'" if mode == "max-autotune" else ""
+            raise UsageError(f"{asked} ({name}={value!r}) does not work with a memory plan{hint or ': leave it out'}")
     return settings
 
 

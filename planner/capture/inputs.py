@@ -75,7 +75,7 @@ class Inputs:
             )
         inputs = cls(args, kwargs)
         if not any(isinstance(x, torch.Tensor) or _is_object(x) for x in pytree.tree_leaves((args, kwargs))):
-            raise UsageError("the example inputs hold no tensor: pass what one training step passes to the model")
+            raise UsageError("the example inputs contain no tensor: pass what one training step passes to the model")
         return inputs
 
     def tensors(self) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ def check_is_called(model: nn.Module) -> None:
     name = type(model).__name__
     parts = [f"{name}.{part}" for part, _ in model.named_children()]
     hint = (
-        f"{name} has a training_step, which a trainer calls in place of the model: wrap the module that it calls"
+        f"{name} has a training_step, which a trainer calls instead of the model: wrap the module that it calls"
         f"{f', say {parts[0]}' if parts else ''}"
     )
     if type(model).forward.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
@@ -211,7 +211,7 @@ def check_own_checkpointing(model: nn.Module) -> None:
             has = (f"call model.{name}()" for name in names if hasattr(model, name))
             raise UsageError(
                 f"the model checkpoints its activations itself, in {path or type(model).__name__!r}; the plan decides "
-                f"that now: {next(has, 'set its gradient_checkpointing = False')}, and ask no trainer for checkpointing"
+                f"that now: {next(has, 'set its gradient_checkpointing = False')}, also in the trainer"
             )
 
 

@@ -160,7 +160,7 @@ _AS_WRITTEN = {"L['implementation'].__self__": "self", "L['args']": "args", "L['
 """What Dynamo calls, in the function that it compiles, what a module's author writes."""
 
 NOT_CAPTURED = object()
-"""What a call that has no graph gives in place of its result."""
+"""What a call that has no graph returns instead of its result."""
 
 
 class IsolatedCall:
@@ -254,9 +254,9 @@ class IsolatedCall:
 
     def _say(self, code: CodeType, line: int, why: str) -> None:
         warnings.warn(
-            f"{type(self.module).__name__} asks whether it is compiled (at {short_path(code.co_filename)}:{line}), and "
-            f"is told yes: what it does there in eager cannot be captured ({first_line(why)}). It may then compute "
-            "something else than in eager; planner.verify compares the two",
+            f"{type(self.module).__name__} asks whether it is compiled (at {short_path(code.co_filename)}:{line}). The "
+            f"answer is yes, because its eager branch cannot be captured ({first_line(why)}), so results may differ "
+            "from eager; planner.verify compares the two",
             stacklevel=2,
         )
 
@@ -316,7 +316,7 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
         if isinstance(unknown.meta["example_value"], torch.Tensor):
             source = places_of(graph_module.graph)[unknown].source
             called = getattr(unknown.target, "__name__", None) or str(unknown.target)
-            what = f"with what {called} gives, whose size depends on data{f' (at {source})' if source else ''}"
+            what = f"with the result of {called}, whose size depends on data{f' (at {source})' if source else ''}"
         else:
             what = f"with a whole number that it draws or reads from a tensor (randint, int(x)){raised_at(error)}"
         raise CaptureError(f"the forward computes {what}, so sizes or positions differ from call to call") from error
@@ -459,7 +459,7 @@ def _check_not_recurrent(graph_module: fx.GraphModule) -> None:
             source = places_of(graph)[node].source
             raise UnsupportedModelError(
                 f"recurrent layers ({stack.__name__}{f' at {source}' if source else ''}) run as one kernel each in "
-                "eager, which a captured graph cannot hold: the runtime 'modules' runs them as they are"
+                "eager, which a captured graph cannot contain: the runtime 'modules' runs them as they are"
             )
 
 
@@ -478,7 +478,7 @@ def _check_stay(joint: JointGraph) -> None:
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
         source = places_of(joint.graph)[node.args[1]].source
         raise UnsupportedModelError(
-            f"the forward gives a parameter or a buffer other memory by .data ={f' ({source})' if source else ''}: "
+            f"the forward gives a parameter or a buffer new memory by .data ={f' ({source})' if source else ''}: "
             "write into it in place, under torch.no_grad()"
         )
 

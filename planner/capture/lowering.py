@@ -139,7 +139,7 @@ class _Lowering(GraphBuilder[fx.Node]):
                     source = self.places[node].source
                     raise UnsupportedModelError(
                         f"{node.name}{f' (at {source})' if source else ''} has a size that is known only when the "
-                        "forward runs, by data or by a number that it draws: plans hold for fixed sizes"
+                        "forward runs (from data or a random number): a plan is for fixed sizes"
                     )
         for node in [*self.joint.arguments, *graph.find_nodes(op="get_attr")]:
             if node not in given:

@@ -28,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """Run a step and give the most bytes that it held above what was there when it began.
+    """Run a step and return the most bytes that it held above what was there when it began.
 
     On a CPU every allocation and release that the profiler reports is added up; on CUDA the
     allocator's own peak counter is read. What the step returned comes second.
@@ -94,7 +94,7 @@ def is_profiled() -> bool:
 
 
 _complained: list[bool] = []
-"""Not empty once torch has complained, unheard, of a tensor that went."""
+"""Not empty once torch has warned, silenced, of a tensor that was freed."""
 
 
 @contextmanager
@@ -146,7 +146,7 @@ class AllocationLog:
 
     @staticmethod
     def can_start(device: torch.device) -> bool:
-        """Whether nobody else watches what is allocated; other threads never do."""
+        """Whether nothing else watches what is allocated; other threads never do."""
         is_free = not history_is_on() if device.type == "cuda" else not profiler_is_running()
         return is_free and threading.current_thread() is threading.main_thread()
 
@@ -161,7 +161,7 @@ class AllocationLog:
             self._marks_ns.append(0)
 
     def stop(self) -> list[list[int]] | None:
-        """Stop, outside of any backward, and return the signed bytes of each part; None if others measured since."""
+        """Stop, outside of any backward, and return the signed bytes of each part; None if anything else measured."""
         if AllocationLog.current is not self:
             return None
         AllocationLog.current = None

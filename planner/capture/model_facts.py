@@ -151,7 +151,7 @@ def check_not_distributed(model: nn.Module, *, may_be_sharded: bool = False) -> 
         )
     if is_sharded(model) and not may_be_sharded:
         raise UsageError(
-            "the model's parameters are sharded already, and it is not planned without being wrapped: call "
+            "the model's parameters are sharded already, and only auto_wrap plans such a model: call "
             "planner.auto_wrap(model, budget=...), with runtime='regional' or none; or plan before fully_shard"
         )
 

@@ -37,8 +37,8 @@ from planner.capture.trees import tensors_in
 from planner.errors import ForwardError, UsageError
 
 _OWN_GRAPHS = (
-    "a model wrapped by planner.auto_wrap runs its own graphs, and a compiled function cannot take it in: leave out "
-    "fullgraph=True, and the function has a graph break there; or do not wrap, and compile with planner.backend(...)"
+    "a model wrapped by planner.auto_wrap runs its own graphs, which torch.compile cannot trace: leave out "
+    "fullgraph=True for a graph break there, or do not wrap, and compile with planner.backend(...)"
 )
 
 
@@ -199,7 +199,7 @@ def _warn_of_forward(module: nn.Module) -> None:
     """Warn of a ``forward`` that is called by itself: a call of the module runs it from torch's own file."""
     if traceback.extract_stack(limit=3)[0].filename != all_modules.__file__ and not is_transformed():
         warnings.warn(
-            f"{type(module).__name__}.forward() is called by itself, which runs neither hooks nor the plan, and keeps "
+            f"{type(module).__name__}.forward() is called directly, which runs neither hooks nor the plan, and keeps "
             "no budget: call the model",
             stacklevel=3,
         )

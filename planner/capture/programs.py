@@ -197,8 +197,8 @@ class Programs:
         placeholders = list(enumerate(joint.placeholders))
         if len(joint.arguments) != self._given:
             raise UnsupportedModelError(
-                "its sizes vary, and it is given tensors that are made of several (of a subclass), or runs operators "
-                "with effects"
+                "its sizes vary, and an input is a subclass made of several tensors, or it runs operators with side "
+                "effects"
             )
         if self._reads_numbers:
             raise UnsupportedModelError(

@@ -206,8 +206,8 @@ def warn_of_what_is_kept(alive: Callable[[], Collection[int]], name: str) -> Non
         gc.collect()
     if alive():
         warnings.warn(
-            f"{name} keeps tensors of a step that was recorded without data, outside of its modules: build it anew "
-            "before it trains, or plan with runtime='graph' and a budget in bytes",
+            f"{name} keeps tensors of a step that was recorded without data, outside of its modules: build it again "
+            "before training, or plan with runtime='graph' and a budget in bytes",
             stacklevel=2,
         )
 

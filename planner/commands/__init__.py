@@ -19,7 +19,7 @@ class Command(Protocol):
     """Protocol of a command module's ``COMMAND``."""
 
     name: str
-    """What people type."""
+    """The name that users type."""
     summary: str
     """One line on what it does."""
     examples: tuple[str, ...]

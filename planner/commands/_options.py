@@ -224,9 +224,9 @@ def model_options() -> Parser:
     group = parser.add_argument_group("model")
     group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
     group.add_argument("--model", metavar="SPEC", help="file.py:factory, or hf:ORG/NAME, hf:FOLDER")
-    for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
-        action = group.add_argument(option, type=count, metavar="N", help="of the model and its inputs")
-        if option in ("--image-size", "--layers"):
+    for size in ("batch-size", "seq-len", "image-size", "layers"):
+        action = group.add_argument(f"--{size}", type=count, metavar="N", help=f"{size} to build the model with")
+        if size in ("image-size", "layers"):
             rare(action)
     group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
     return parser
@@ -249,7 +249,7 @@ def planning_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     planning, results = solving_options(parser)
     add(planning, Runtime)
     add(planning, Offload)
-    rare(planning.add_argument("--no-cache", action="store_true", help="search anew, and store nothing of it"))
+    rare(planning.add_argument("--no-cache", action="store_true", help="search again, and do not store the result"))
     rare(results.add_argument("--full", action="store_true", help="print the whole report, not one screen of it"))
     return results
 

@@ -14,7 +14,7 @@ from planner.errors import CaptureError, PlannerError
 
 class _Audit(AboutModel):
     name = "audit"
-    summary = "say what the present checkpointing costs, and what would do"
+    summary = "say what the present checkpointing costs, and what would cost less"
     examples = (
         "audit gpt2 --current every-layer",
         "audit my_model.py:make --current every-2 --budget 16GiB --optimizer adamw",
@@ -26,9 +26,9 @@ class _Audit(AboutModel):
             "--current",
             metavar="WAY",
             required=True,
-            help="what is done now: none, every-layer, every-2, sqrt, or another strategy",
+            help="the present set-up: none, every-layer, every-2, sqrt, or another strategy",
         )
-        group.add_argument("--budget", **SIZE, help="also the best within what the device may hold: 8GiB, 60%%")
+        group.add_argument("--budget", **SIZE, help="also find the best plan within this budget: 8GiB, 60%%")
         planning, _ = solving_options(parser, limits="for each search")
         add(planning, Runtime, "runtime", runtime={"choices": ("auto", "graph", "modules")})
 

@@ -50,7 +50,7 @@ class _Verify(AboutModel):
     examples = ("verify minigpt --plan minigpt.plan", "verify my_model.py:make --budget 70% --cost-model measured")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
+        budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, instead of a budget")
         planning_options(parser)
         parser.set_defaults(verify=True)
 
@@ -88,11 +88,11 @@ def _check(args: argparse.Namespace) -> None:
     check_strategy(args.strategy, args.runtime, offload=args.offload is True, in_chunks=args.chunk not in (1, OFF))
     if args.strategy is not None:
         if plan_file:
-            raise UsageError("--plan says what is done: leave --strategy out")
+            raise UsageError("--plan and --strategy exclude each other: leave one out")
     elif not (args.budget or args.activation_budget or plan_file):
         named = ", --plan FILE" if hasattr(args, "plan") else ""
         raise UsageError(
-            f"say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME{named}; "
+            f"say what to plan for: --budget SIZE, --activation-budget SIZE, --strategy NAME{named}; "
             f"'{program()} {_what_if(args)}' shows what each budget costs"
         )
 

@@ -47,14 +47,14 @@ class _Explain(Alone):
 
 class _Export(AboutModel):
     name = "export"
-    summary = "put a plan into the words of another framework"
+    summary = "export a plan to another framework"
     examples = (
         "export gpt2 gpt2.plan --to huggingface --output checkpointing.py",
         "export my_model.py:make my.plan --to fsdp --json -",
     )
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("plan", metavar="PLAN", help="a saved plan; the model and its sizes must be those it is of")
+        parser.add_argument("plan", metavar="PLAN", help="a saved plan, made for this model and its sizes")
         parser.add_argument("--to", metavar="NAME", required=True, help="accelerate, fsdp or huggingface")
         parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
         add(parser, Target)

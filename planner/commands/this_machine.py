@@ -15,7 +15,7 @@ from planner.errors import UsageError
 
 class _Calibrate(Alone):
     name = "calibrate"
-    summary = "measure how fast this machine is"
+    summary = "measure this machine's speed"
     examples = ("calibrate --output this-machine.json",)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

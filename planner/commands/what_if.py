@@ -51,14 +51,14 @@ class _WhatIf(AboutModel):
             metavar="RANGE",
             help="4GiB..16GiB or 4GiB,8GiB,16GiB; by default from the smallest feasible to the peak without recompute",
         )
-        axes = parser.add_argument_group("further axes (sizes are asked at --budget)")
+        axes = parser.add_argument_group("further axes (sizes need --budget)")
         for option, what, each in (
             ("--batch-sizes", "batch sizes", "1..64 or 1,2,4: the largest that fits, samples/s"),
             ("--seq-lens", "sequence lengths", "128..4096 or 512,1024: the longest that fits, tokens/s"),
         ):
             axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
         devices = NAMES | {"type": lambda text: [device(name) for name in names(text)]}
-        axes.add_argument("--devices", **devices, help="h100,a100-40: fits or not in the memory of each")
+        axes.add_argument("--devices", **devices, help="h100,a100-40: whether a plan fits each")
         axes.add_argument("--solvers", **NAMES, help="solvers, and strategies, on the same axes")
         planning, group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a fifth for a size or a device")
         add(planning, Runtime, "runtime", runtime={"choices": ("graph", "modules"), "default": "graph"})
@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> None:
         ranges.check_budgets(args.budgets)
     sizes = [name for name in _SIZES if getattr(args, f"{name}s") is not None]
     if sizes and not args.budget:
-        raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
+        raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE, which they are to fit")
     zoo.check_sizes(args.model or args.name, {name: max(getattr(args, f"{name}s").values) for name in sizes})
     _asked.check_writable(args.json, args.html)
 
@@ -116,7 +116,7 @@ class _Asking:
         from planner.analysis.trade_off.curve import RECOMPUTE_ALONE, CurveSweep
 
         args, study = self.args, self.study()
-        self.shown("looking for the smallest peak")
+        self.shown("looking for the lowest peak")
         host = study.host_for(self.offload, self.search)
         sweep = CurveSweep(study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host)
         sweep.run(self.shown.count)

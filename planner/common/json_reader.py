@@ -48,7 +48,7 @@ def parse(text: str, what: str) -> Node:
     except RecursionError as error:
         raise PlanFileError(f"not a {what}: it is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits, which Python will not convert
-        raise PlanFileError(f"not a {what}: it holds a number of absurd length") from error
+        raise PlanFileError(f"not a {what}: it contains a number of absurd length") from error
     return Node(value, (None, f"the {what}"))
 
 
@@ -149,7 +149,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise PlanFileError(f"not valid JSON: it holds {name}, and every number must be finite")
+    raise PlanFileError(f"not valid JSON: it contains {name}, and every number must be finite")
 
 
 def _path(where: Where) -> str:
@@ -197,7 +197,7 @@ def _text(value: Any, where: Where) -> str:
     if len(text) > _LONGEST_TEXT:
         raise PlanFileError(f"{_path(where)} is longer than {_LONGEST_TEXT} characters")
     if not text.isprintable():
-        raise PlanFileError(f"{_path(where)} holds characters that cannot be printed")
+        raise PlanFileError(f"{_path(where)} contains characters that cannot be printed")
     return text
 
 

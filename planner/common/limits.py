@@ -11,7 +11,7 @@ from numbers import Real
 from planner.errors import UsageError
 
 Progress = Callable[[str], None]
-"""Called with a short line on how it stands."""
+"""Called with a short line on the progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class SolveLimits:
     time, on a slow machine later than on a quick one. The limit then is what the work would take on a machine of 2024,
     within a factor of a few."""
     seed: int = 0
-    """Of whatever draws random numbers."""
+    """Seed of random choices."""
     enough: float = 0.0
-    """How near to a proven bound a plan need come, as a share of the step: then no better one is looked for."""
+    """How near to a proven bound a plan must come, as a share of the step: then the search for a better one ends."""
     told: Callable[[float], None] | None = field(default=None, compare=False, repr=False)
-    """Told of all work in seconds, by whoever asks for one solve after the other."""
+    """Called with the seconds of all counted work, for a limit on several solves together."""
 
     def __post_init__(self) -> None:
         limit = self.time_limit_seconds

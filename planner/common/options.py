@@ -28,7 +28,7 @@ Group = TypeVar("Group")
 
 
 def group(kind: type[Group], given: Any) -> Group:
-    """Return a group of options; a plain word in its place stands for its first field.
+    """Return a group of options; a plain word is its first field.
 
     >>> group(Training, "adamw") == Training("adamw")
     True
@@ -95,13 +95,13 @@ class Budget(_Group):
     Parameters
     ----------
     size : int, float or str, optional
-        All the device may hold: 8GiB, 8GB, 60% of eager's. Bytes are given as a number.
+        What the device may hold: 8GiB, 8GB, 60% of eager's. Bytes are given as a number.
     activations : int, float or str, optional
-        What the step may add to what is resident. In place of the size.
+        What the step may allocate beyond what is resident. Instead of the size.
     strategy : str, optional
-        Do what an established system does (every-2). At its own peak, or within a size.
+        Use the strategy of an established system (every-2). At its own peak, or within a size.
     plan : Plan, optional
-        A plan made before, to be applied; the budget is the plan's unless a size is given.
+        An existing plan to apply; the budget is the plan's unless a size is given.
     replan : bool
         Replace that plan if it belongs to another model or other shapes, instead of refusing it.
     at_least_bytes : int
@@ -118,7 +118,7 @@ class Budget(_Group):
 
     @classmethod
     def of(cls, given: Budget | Plan | Size | None) -> Budget:
-        """Return a budget as people give it: a group, a size, or a plan that was made before."""
+        """Return a budget that is given as a group, a size, or an existing plan."""
         if given is None or isinstance(given, (Budget, int, float, str)) or not hasattr(given, "fingerprint"):
             return group(cls, given)
         return cls(plan=given)
@@ -177,14 +177,14 @@ class Search(_Group, SolveLimits):
     deterministic : bool
         Count work, not seconds: the same plan every time.
     wait : bool
-        Let the first step wait for the whole search; ``"before"`` in place of a solver does. Otherwise a wrapped model
-        trains under what a second finds, and a better plan replaces it once a process beside has found one.
+        Let the first step wait for the whole search; ``"before"`` instead of a solver does. Otherwise a wrapped model
+        trains under the plan that a second finds, and a better one replaces it once a background process has found it.
     seed : int
-        Of random choices in a solver.
+        Seed of random choices in a solver.
     compare : bool
-        Find what reports show beside the plan: usual ways of checkpointing, and the smallest feasible peak.
+        Also find what reports show beside the plan: usual ways of checkpointing, and the smallest feasible peak.
     progress : callable, optional
-        Called with short lines on how it stands.
+        Called with short lines on the progress.
     enough, told
         See :class:`planner.common.limits.SolveLimits`.
     """
@@ -205,7 +205,7 @@ class Search(_Group, SolveLimits):
             object.__setattr__(self, "wait", True)
 
     def tell(self, line: str) -> None:
-        """Say how it stands."""
+        """Report progress."""
         if self.progress is not None:
             self.progress(line)
 
@@ -214,7 +214,7 @@ class Search(_Group, SolveLimits):
         return replace(self, time_limit_seconds=min(seconds, self.time_limit_seconds))
 
     def under(self, name: str) -> Search:
-        """Return the same search, each of whose lines begins with a name."""
+        """Return the same search, whose progress lines begin with a name."""
         return replace(self, progress=lambda line: self.tell(f"{name}: {line}"))
 
 
@@ -225,10 +225,10 @@ class Offload(_Group):
     Parameters
     ----------
     enabled : bool or str
-        Let values wait in the host's memory too. ``"auto"`` does where that saves more than half a point of the step,
-        or where no plan fits without, on GPUs whose link to the host is known.
+        Offload values to the host's memory too. ``"auto"`` does where that saves more than half a point of the step, or
+        where no plan fits without, on GPUs whose link to the host is known.
     host_budget : int, float or str, optional
-        What they may take of it: 64GiB, 60%. By default half of what is free here.
+        Host memory for offloaded values: 64GiB, 60%. By default half of what is free here.
     at_least : int, float or str
         Smaller values stay on the device. By default 1MiB.
     link : int, float or str, optional
@@ -255,8 +255,8 @@ class Target(_Group):
     device : str, optional
         Accelerator to plan for: h100, or a device file. By default the model's device.
     cost_model : str
-        roofline, measured, or auto. The data sheet of the device; every different operation is run here; or measured
-        for a moment if model and device are here.
+        roofline, measured, or auto. Costs come from the device's data sheet; from running every different operation
+        here; or from brief measurements if model and device are here.
     profile : Profile, optional
         Costs that 'profile' recorded, here or elsewhere.
     """
@@ -295,14 +295,14 @@ class Training(_Group):
     Parameters
     ----------
     optimizer : str
-        Its state is resident (adamw, adafactor, ...). Its own step must fit, too.
+        Optimizer whose state is resident (adamw, ...). Its own step must fit, too.
     master_weights : bool
         16-bit parameters have float32 copies.
     gradient_accumulation : bool
         Gradients of earlier backwards are resident.
     outputs : str
         What the loop does with outputs (dropped, held). It drops what is not the loss before the backward, holds it
-        until that ends, or has kept it once the next call returns (kept). By default it drops outputs of a model that
+        until that ends, or keeps it until the next call returns (kept). By default it drops outputs of a model that
         returns its own loss.
     reserve : int, float or str
         What stays free: 1GiB, or 5% of the device.
@@ -313,7 +313,7 @@ class Training(_Group):
 
     Notes
     -----
-    ``data_parallel`` and ``ranks`` are read off a model that is sharded already, or called by
+    ``data_parallel`` and ``ranks`` are read from a model that is sharded already, or called by
     ``DistributedDataParallel``; they are for planning before that.
     """
 
@@ -383,10 +383,10 @@ class Runtime(_Group):
     Parameters
     ----------
     name : str
-        What runs the plan (auto, graph, modules, ...). Each can carry out other plans.
+        What runs the plan (auto, graph, modules, ...). Each can carry out different plans.
     chunk : int or str
         Compute what makes the peak in N chunks. ``"auto"`` tries several, if that makes a plan feasible or cheaper;
-        ``"off"`` none. Chunks change the last digits of loss and gradients, and need whole graphs.
+        ``"off"`` tries none. Chunks change the last digits of loss and gradients, and need whole graphs.
     maximum_shapes : int
         How many sets of input sizes may have graphs; the next one is refused.
     """

@@ -41,7 +41,7 @@ def parse_size(size: Size, *, whole_bytes: int | None = None) -> int:
         raise UsageError(f"cannot read size {size[:16]!r}...: {_HINT}")
     elif percent := _PERCENT.fullmatch(size):
         if whole_bytes is None:
-            raise UsageError(f"size {size!r} is a percentage, and nothing is known here that it is of")
+            raise UsageError(f"size {size!r} is a percentage, and there is nothing here to take it of")
         value = int(whole_bytes * float(percent[1]) / 100)
     elif match := _SIZE.fullmatch(size):
         factor = _FACTORS.get(match[2].lower())

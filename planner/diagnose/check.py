@@ -37,7 +37,7 @@ def check(
     """Say what is wrong with how a model is trained, and what limits a plan for it.
 
     The forward is run on tensors without data, and the step is captured; no step is trained, and the model is left
-    as it was. A model that cannot be captured is told so, with the rules that need no captured step.
+    as it was. For a model that cannot be captured a finding says so, and only rules that need no captured step apply.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def check(
     target : str or Target
         Its device is the one that the step is for.
     progress : callable, optional
-        Called with short lines on how it stands.
+        Called with short lines on the progress.
 
     Returns
     -------

@@ -76,7 +76,7 @@ class Status:
         if abs(self.step_seconds - plan.step_seconds) > _SAME_SECONDS * plan.step_seconds:
             yield (
                 f"a step takes {format_seconds(self.step_seconds)}; the plan promises "
-                f"{format_seconds(plan.step_seconds)}. Other work on the machine, or costs measured elsewhere, do that"
+                f"{format_seconds(plan.step_seconds)}. Other work here, or costs measured elsewhere, can cause that"
             )
 
     def __str__(self) -> str:

@@ -59,9 +59,9 @@ def verify(
     """Run real steps with the plan, with the full-save graph and in eager, in turn; see :func:`planner.verify`.
 
     The step without the plan is of the same captured graph: only the eager step shows a fault of capture. Capture may
-    round otherwise, so it is held to :data:`ROUNDED`.
+    round differently, so it is compared within :data:`ROUNDED`.
 
-    Where kernels may give other bits in every run, the step without the plan runs once more as a control.
+    Where kernels may differ from run to run, the step without the plan runs once more as a control.
 
     ``loss`` is what ``loss_fn`` takes. What is resident is added to what a step was seen to allocate.
     """
@@ -93,11 +93,11 @@ def verify(
     differences = compare(expected, actual, tolerance=tolerance)
     if one_piece is not None:
         far = compare(one_piece, actual, tolerance=TOLERANCE)
-        differences += [f"{line}, held against the step in one piece" for line in far]
+        differences += [f"{line}, compared with the step in one piece" for line in far]
     if not chosen.tolerance or as_eager.random_states == actual.random_states:
         # Compiled code may draw other random numbers; what it computes of them cannot be compared.
         far = compare(as_eager, actual, tolerance=ROUNDED, in_roundings=False)
-        differences += [f"{line}, held against the eager step" for line in far]
+        differences += [f"{line}, compared with the eager step" for line in far]
     resident_bytes = plan.total_static_bytes
     return Verification(
         peak_bytes=peak_bytes + resident_bytes,

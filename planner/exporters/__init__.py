@@ -1,7 +1,7 @@
 """Exporters to other frameworks, found by their files.
 
 Every public module of this package defines one ``EXPORTER``; dropping a file in is all it takes to add
-one. An exporter chooses, among what its framework can be told, what costs least within the plan's
+one. An exporter chooses, among what its framework can do, what costs least within the plan's
 budget; the simulator says what that costs.
 """
 
@@ -32,11 +32,11 @@ class Exporter(Protocol):
     """Protocol of an exporter module's ``EXPORTER``."""
 
     name: str
-    """What people type."""
+    """The name that users type."""
     summary: str
-    """One line on what the framework can be told."""
+    """One line on what the framework can recompute."""
     lost: tuple[str, ...]
-    """What always differs there, one line each."""
+    """What always differs in an export, one line each."""
 
     def takes(self, modules: tuple[str, ...]) -> bool:
         """Whether just these modules can be named."""
@@ -66,7 +66,7 @@ def get(name: str) -> Exporter:
 
 
 def carries_exactly(plan: Plan, to: str) -> bool:
-    """Whether a framework can be told a plan as it is, so that nothing needs to be chosen or simulated.
+    """Whether a framework can run a plan as it is, so that nothing needs to be chosen or simulated.
 
     So it is with a plan that recomputes and offloads nothing, and with one of whole modules (``runtime="modules"``,
     with nothing kept in them) where the framework checkpoints modules of the same model by their names, as that
@@ -96,7 +96,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         One of ``"accelerate"``, ``"fsdp"``, ``"huggingface"``.
     study : Study, optional
         The step that the plan is for, from :func:`planner.study` with ``runtime="modules"``: whatever is not carried
-        over exactly is chosen anew within the plan's budget, and simulated.
+        over exactly is chosen again within the plan's budget, and simulated.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     exporter = get(to)
     if chunks_of(plan.fingerprint) > 1:
         raise UsageError(
-            f"the plan is for a step in {chunks_of(plan.fingerprint)} chunks, which no framework can be told: plan "
+            f"the plan is for a step in {chunks_of(plan.fingerprint)} chunks, which no other framework runs: plan "
             "without chunk, or run the plan with auto_wrap"
         )
     if study is not None:
@@ -133,7 +133,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         target=exporter.name,
         model=plan.model,
         label=Label.EXACT,
-        reason="the same modules run again" if plan.recomputations else "the plan recomputes nothing",
+        reason="the same modules are recomputed" if plan.recomputations else "the plan recomputes nothing",
         budget_bytes=plan.budget_bytes,
         plan=planned,
         predicted=planned,
@@ -142,8 +142,8 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         return _written(found, exporter, plan, Placement(modules=modules_of(plan) if plan.recomputations else ()))
     if study is None or study.regions is None:
         raise UsageError(
-            f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
-            "study=planner.study(model, inputs, runtime='modules'), on the command line the model and its sizes"
+            f"an export to {to} chooses modules and simulates the step, so it needs that step: pass "
+            "study=planner.study(model, inputs, runtime='modules'), or on the command line the model and its sizes"
         )
     step = ExportStep(plan, study)
     try:
@@ -175,13 +175,10 @@ def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
     yield from exporter.lost
     if plan.offloading is not None and plan.offloading.values:
         yield (
-            f"the plan lets {format_bytes(plan.offloading.host_bytes)} wait in the host's memory, here nothing does: "
-            "more is recomputed"
+            f"the plan offloads {format_bytes(plan.offloading.host_bytes)} to the host's memory; the export offloads "
+            "nothing and recomputes more"
         )
     if plan.kept:
-        yield f"of modules that run again the plan keeps results ({collapsed(list(plan.kept))}); here nothing is kept"
+        yield f"the plan keeps results of recomputed modules ({collapsed(list(plan.kept))}); the export keeps none"
     if plan.runtime != study.origin.runtime:
-        yield (
-            f"the plan's figures are of a step for the runtime {plan.runtime!r}, those of the export of one for "
-            f"{study.origin.runtime!r}"
-        )
+        yield f"the plan's figures are for the runtime {plan.runtime!r}, the export's for {study.origin.runtime!r}"

@@ -23,12 +23,12 @@ class Label(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What a framework is told to recompute."""
+    """What a framework recomputes."""
 
     modules: tuple[str, ...] = ()
-    """Paths of the modules that run again, each by itself."""
+    """Paths of the recomputed modules, each by itself."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The framework's own words for it."""
+    """The framework's own options for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Figures:
 
     @property
     def exact(self) -> str:
-        """The same to the byte."""
+        """The figures, with the peak to the byte."""
         return f"peak {self.peak_bytes:,} bytes, +{self.overhead:.1%} step time"
 
     def __str__(self) -> str:
@@ -60,13 +60,13 @@ class Export:
     reason: str
     """Why it has that label."""
     lost: tuple[str, ...] = ()
-    """What else differs there, one line each."""
+    """What else differs in the export, one line each."""
     language: str = "python"
-    """Of the text, for readers of the report."""
+    """Language of the text, for readers of the report."""
     text: str = ""
     """Python code; empty if unsupported."""
     modules: tuple[str, ...] = ()
-    """What runs again there; a path stands for all of a module."""
+    """What the export recomputes; a path stands for a whole module."""
     budget_bytes: int
     plan: Figures
     """The plan's budget, and the plan itself."""

@@ -70,13 +70,13 @@ class ExportStep:
             return min(fitting, key=lambda pair: (pair[0].overhead, pair[0].peak_bytes))[1]
         if not self._sound.intersection(self._layers.blocks or self._regions or self.blocks):
             raise CannotExpressError(
-                "its layers cannot run again as they are: a BatchNorm would update its running statistics twice, or "
-                "they are called more than once, or make what the model returns (a cache: use_cache=False); "
+                "its layers cannot be recomputed as they are: a BatchNorm would update its running statistics twice, "
+                "or they are called more than once, or make what the model returns (a cache: use_cache=False); "
                 "planner.auto_wrap(model, budget=plan) runs the plan"
             )
         lowest_bytes = min(figures.peak_bytes for figures, _ in simulated)
         raise CannotExpressError(
-            f"nothing that it can express keeps the budget of {self.plan.budget_bytes:,} bytes: the lowest peak is "
+            f"no choice of whole modules keeps the budget of {self.plan.budget_bytes:,} bytes: the lowest peak is "
             f"{lowest_bytes:,}; plan for --budget {lowest_bytes}, or run this plan with planner.auto_wrap(model, "
             "budget=plan)"
         )

@@ -13,7 +13,7 @@ from planner.plans.plan import Plan
 
 _WIDTH = 100
 
-WITHOUT_CACHE = "    model.config.use_cache = False  # a layer that runs again would fill it twice\n"
+WITHOUT_CACHE = "    model.config.use_cache = False  # a recomputed layer would fill it twice\n"
 """What a function that is given a model of transformers has to say."""
 
 
@@ -36,7 +36,7 @@ class WholeModules:
     """
 
     name = ""
-    summary = "whole modules run again, where the plan chooses single operations"
+    summary = "recomputes whole modules, where the plan chooses single operations"
     lost: tuple[str, ...] = ()
 
     def takes(self, modules: tuple[str, ...]) -> bool:

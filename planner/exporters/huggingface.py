@@ -20,8 +20,8 @@ from planner.plans.plan import Plan
 
 class _HuggingFace(WholeModules):
     name = "huggingface"
-    summary = "whole layers run again, where the plan chooses single operations"
-    lost = ("only a GradientCheckpointingLayer can be told: where a layer is none, the code says so and stops",)
+    summary = "recomputes whole layers, where the plan chooses single operations"
+    lost = ("only a GradientCheckpointingLayer can be set: for any other layer the code stops and says so",)
 
     def takes(self, modules: tuple[str, ...]) -> bool:
         return all(module.rpartition(".")[2].isdigit() for module in modules)

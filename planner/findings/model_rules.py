@@ -62,7 +62,7 @@ def _statistics(subject: Subject) -> str:
 def _loss(subject: Subject) -> str:
     if not subject.outside_bytes or subject.counts_loss:
         return ""
-    return f"the model gives {format_bytes(subject.outside_bytes)} to what comes after it, and no loss"
+    return f"the model returns {format_bytes(subject.outside_bytes)} for a loss outside, and no loss"
 
 
 RULES = (
@@ -101,8 +101,8 @@ RULES = (
     Rule(
         name="routing-recomputed",
         evidence=_of_calls(lambda call: call.chooses, "{regions}: {things}", "chooses"),
-        cause="what is chosen by rank is chosen again in the backward: where kernels are not deterministic, a token "
-        "may go to other experts than in the forward",
+        cause="the recompute chooses experts again: where kernels are not deterministic, a token may go to other "
+        "experts than in the forward",
         fix=f"checkpoint the experts without the router, {_LEAVE_IT_TO_A_PLAN} on deterministic kernels",
     ),
     Rule(
@@ -124,19 +124,19 @@ RULES = (
         name="not-captured",
         evidence=lambda subject: subject.not_captured,
         cause="a plan needs the whole step as one graph, with fixed shapes",
-        fix="take what is named out of the forward, or put it under 'if not torch.compiler.is_compiling()'",
+        fix="move what is named out of the forward, or put it under 'if not torch.compiler.is_compiling()'",
     ),
     Rule(
         name="full-backward-hooks",
         evidence=lambda subject: collapsed([one.label for one in subject.modules if one.full_backward_hooks]),
-        cause="a captured step has no modules in its backward that hooks could be called for, so it is refused",
+        cause="the backward of a captured step has no modules whose hooks could be called, so the model is refused",
         fix="remove them (handle.remove()), or hook the output: output.register_hook(...)",
     ),
     Rule(
         name="use-cache",
         evidence=_cache,
-        cause="keys and values of all layers are given back for a generation that does not follow, and stay alive; "
-        "with them a layer's output is more than its activations, and checkpointing them is ruled out",
+        cause="keys and values of all layers are returned for a generation that does not follow, and stay alive; "
+        "a layer that returns more than its activations cannot be checkpointed",
         fix="set model.config.use_cache = False for training",
     ),
     Rule(
@@ -164,7 +164,7 @@ RULES = (
         evidence=lambda subject: subject.unseen,
         cause="the forward could not be run to its end on tensors without data, so rules on the model's own "
         "checkpointing saw only a part of it",
-        fix="trust silence on these rules less",
+        fix="do not rely on these rules alone",
     ),
 )
 """Those on the model's own checkpointing need the forward to be followed; see ``planner.diagnose.observe``."""

@@ -95,7 +95,7 @@ RULES = (
         name="static-dominates",
         evidence=_resident,
         cause="recompute only frees saved activations, not this",
-        fix="hold parameters in a smaller dtype, take an optimizer that keeps less (adafactor, adam8bit), train fewer "
+        fix="keep parameters in a smaller dtype, use an optimizer that keeps less (adafactor, adam8bit), train fewer "
         "parameters, or shard (fsdp2)",
     ),
     Rule(

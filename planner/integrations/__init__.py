@@ -1,4 +1,4 @@
-"""Plans in the training loops and compilers of others; a module that imports its framework is imported when asked for.
+"""Plans in other training loops and compilers; a module that imports its framework is imported when first used.
 
 Here is what the loops share, and torchtitan's converter, which needs nothing of torchtitan's.
 """
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 class BudgetedLoop:
-    """A budget for the model of somebody else's loop: wraps it, and sees once whether the loop runs its plan."""
+    """A budget for the model of another training loop: wraps it, and checks once that the loop runs its plan."""
 
     def __init__(self, budget: Budget | Plan | Size, options: dict[str, Any]) -> None:
         self._budget, self._options = Budget.of(budget), options
@@ -37,7 +37,7 @@ class BudgetedLoop:
         """What was wrapped, until it has run its plan."""
 
     def wrap(self, model: nn.Module, **read: Any) -> None:
-        """Wrap a model with what is ``read`` off the loop; what the user gave is in its place."""
+        """Wrap a model with what is ``read`` from the loop; what the user gave takes precedence."""
         self._unseen = api.auto_wrap(model, budget=self._budget, **read | self._options)
 
     def check(self, loop: str) -> None:
@@ -46,8 +46,8 @@ class BudgetedLoop:
         running = None if model is None else api.running_on(model)
         if model is not None and (running is None or running.plan is None):
             raise UsageError(
-                f"{loop} took a step, and did not call the {type(model).__name__} that was wrapped, so that no budget "
-                "is kept: it calls another module, or a copy. Pass what it calls to planner.auto_wrap"
+                f"{loop} took a step and did not call the wrapped {type(model).__name__}, so no budget is kept: it "
+                "calls another module, or a copy. Pass what it calls to planner.auto_wrap"
             )
 
 

@@ -18,7 +18,7 @@ _TrainerCallback: Any = import_module("transformers").TrainerCallback
 
 
 class PlanCallback(_TrainerCallback):  # type: ignore[misc]
-    """Keeps a memory budget while a Trainer trains; what a plan has to know is read off the Trainer's arguments.
+    """Keeps a memory budget while a Trainer trains; what a plan must know is read from the Trainer's arguments.
 
     The model is wrapped when training begins, after accelerate has prepared it, and planned in its first step, under
     the Trainer's autocast. It stays wrapped: ``planner.plan_of(trainer.model)`` has the plan.
@@ -30,7 +30,7 @@ class PlanCallback(_TrainerCallback):  # type: ignore[misc]
     budget : int, float, str, Budget or Plan
         See :func:`planner.plan`.
     **options
-        Keywords of :func:`planner.auto_wrap`, in place of what is read.
+        Keywords of :func:`planner.auto_wrap`, which replace what is read.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class PlanCallback(_TrainerCallback):  # type: ignore[misc]
                 "for each GPU (torchrun), or let it see one GPU"
             )
         if args.deepspeed:
-            raise UsageError("DeepSpeed holds gradients in buffers of its own, which no plan counts: leave it out")
+            raise UsageError("DeepSpeed keeps gradients in buffers of its own, which no plan counts: leave it out")
         backend, mode = args.torch_compile_backend, args.torch_compile_mode
         if args.torch_compile and (backend != "inductor" or mode not in (None, "default")):
             raise UsageError(

@@ -29,7 +29,7 @@ class PlanLightning(_Callback):  # type: ignore[misc]
         Path of the module that ``training_step`` calls, ``""`` if it calls ``self(...)``. By default the only part
         that has parameters to train.
     **options
-        Keywords of :func:`planner.auto_wrap`, in place of what is read off the Trainer.
+        Keywords of :func:`planner.auto_wrap`, which replace what is read from the Trainer.
 
     Raises
     ------

@@ -210,14 +210,15 @@ def knapsack(budget: Size, *, reserve: Size = 0) -> Knapsack:
 
     For programs that ``torch.compile`` compiles as before, by Inductor or another backend with AOTAutograd's
     partitioner. Of the operations that the partitioner is ready to recompute at a price (matrix products, attention,
-    reductions), the solver says which. So that it is asked, the ratio has to be a small one above zero; it is not read.
+    reductions), the solver says which. The ratio must be small and above zero for the
+    solver to be called; it is not used.
 
     Parameters
     ----------
     budget : int or str
         What the device may hold at any moment of forward and backward: bytes or ``"8GiB"``.
     reserve : int or str
-        What of it is left for all else: the optimizer's state, gradients of earlier steps, other graphs.
+        What is left of it for all else: the optimizer's state, gradients of earlier steps, other graphs.
 
     Returns
     -------
@@ -241,7 +242,7 @@ def knapsack(budget: Size, *, reserve: Size = 0) -> Knapsack:
     that of what eager kernels run, byte for byte as operators allocate, and approximate in three ways. Inductor fuses
     operations, reuses buffers and has an order of its own: mostly it takes less, at times a percent more. What kernels
     allocate beside their results is not counted. Each graph is held to the budget by itself: with graph breaks, what
-    other graphs keep belongs into ``reserve``.
+    other graphs keep belongs in ``reserve``.
 
     Under a small ratio torch 2.13 and 2.14 recompute random draws, with other numbers: gradients of a model with
     dropout are wrong then, whichever of its own solvers is set. This solver marks draws as saved, so that they are

@@ -1,6 +1,6 @@
 """The training step as plain data: operations in their base order and the storages they make.
 
-Nothing here knows torch. ``planner.capture.lowering`` builds a :class:`TrainingGraph` from a joint fx
+Nothing here imports torch. ``planner.capture.lowering`` builds a :class:`TrainingGraph` from a joint fx
 graph; tests and other people build one by hand.
 
 A *value* is a storage: aliases and views share one and cost nothing. What is resident for the
@@ -24,7 +24,7 @@ LOSS_TARGET = "the loss and what runs outside the captured graph"
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
 
 FOUND_TARGET = "found"
-"""Target of what stands for the making of values that earlier steps have left, before all else."""
+"""Target of the operation that makes values left by earlier steps, before all others."""
 
 RETURNED_TARGET = "returned"
 """Target of what stands for the moment at which a call returns, if outputs of the last one are kept until then."""
@@ -45,7 +45,7 @@ def named_by(key: str) -> tuple[str, str]:
 def chooses(target: str) -> bool:
     """Whether an operator chooses by value, as a router does which expert gets a row.
 
-    It runs once: logits that are recomputed with other last bits could choose otherwise, and gradients would be of
+    It runs once: logits that are recomputed with other last bits could choose differently, and gradients would be of
     other experts (transformers issue 47467).
     """
     return operator_name(target) in ("topk", "sort", "argmax")
@@ -107,7 +107,7 @@ class Operation:
     dtype: str = "float32"
     signature: str = ""
     region: str = ""
-    """What it is compiled with, if that is not the whole step: it runs again only while its region runs."""
+    """What it is compiled with, if that is not the whole step: it is recomputed only while its region runs."""
     then: tuple[tuple[str, int], ...] = ()
     """What is one operation with it, and runs right after it: keys, and which of its outputs each writes over."""
     again: bool = False

@@ -62,7 +62,7 @@ def load_instance(path: str | Path) -> tuple[Problem, Reference]:
         A JSON object with ``num_operations``, ``loss_operation``, ``output_kib``, ``cost``, ``edges``
         (``[u, v]``: v reads what u makes) and ``budget_kib``; ``name``, ``base_cost``,
         ``published_cost``, ``best_known_cost`` and ``lower_bound_cost`` if they are known. Other keys are
-        passed over.
+        ignored.
 
     Returns
     -------

@@ -22,7 +22,7 @@ CHOICES: tuple[Choice, ...] = ("save", "offload", "recompute")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOperation:
-    """The facts of a forward operation that a policy is given."""
+    """What a policy sees of a forward operation."""
 
     name: str
     """Name of the operator: ``"mm"``, ``"gelu"``, ``"_scaled_dot_product_flash_attention"``."""

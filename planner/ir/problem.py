@@ -44,7 +44,7 @@ class Problem:
         return replace(self, decisions=Decisions())
 
     def as_used_by(self, schedule: Schedule) -> Problem:
-        """Return the problem without a host that nobody asked for, and that a schedule does not need."""
+        """Return the problem without a host that was not asked for and that a schedule does not need."""
         is_idle = self.host is not None and self.host.least_gain > 0 and not schedule.offloads
         return replace(self, host=None) if is_idle else self
 
@@ -111,17 +111,17 @@ def confirm(problem: Problem, solution: Solution) -> Evaluation:
     tolerance = 1e-9 * max(evaluation.seconds, 1e-12)
     wrong = None
     if evaluation.peak_bytes != solution.peak_bytes:
-        wrong = f"a peak of {solution.peak_bytes} bytes, simulated are {evaluation.peak_bytes}"
+        wrong = f"a peak of {solution.peak_bytes} bytes, but simulation gives {evaluation.peak_bytes}"
     elif abs(evaluation.added_seconds - solution.added_seconds) > tolerance:
-        wrong = f"{solution.added_seconds} s of recompute and waiting, simulated are {evaluation.added_seconds}"
+        wrong = f"{solution.added_seconds} s of recompute and waiting, but simulation gives {evaluation.added_seconds}"
     elif evaluation.peak_bytes > problem.budget_bytes:
-        wrong = f"to keep {problem.budget_bytes} bytes, simulated are {evaluation.peak_bytes}"
+        wrong = f"to keep {problem.budget_bytes} bytes, but simulation gives {evaluation.peak_bytes}"
     elif problem.host is not None and evaluation.host_bytes > problem.host.budget_bytes:
-        wrong = f"to keep {problem.host.budget_bytes} bytes of the host, simulated are {evaluation.host_bytes}"
+        wrong = f"to keep {problem.host.budget_bytes} bytes of the host, but simulation gives {evaluation.host_bytes}"
     elif solution.lower_bound_seconds > evaluation.added_seconds + tolerance:
         wrong = f"a lower bound of {solution.lower_bound_seconds} s above its own {evaluation.added_seconds}"
     elif against := held_against(problem.graph, problem.decisions, solution.schedule):
-        wrong = f"to follow the policy, and {problem.graph.operations[min(against)].name} reads what may not be held"
+        wrong = f"to follow the policy, and {problem.graph.operations[min(against)].name} reads what may not be kept"
     if wrong:
         raise ClaimMismatchError(f"solver {solution.solver!r} claims {wrong}; please report this as a bug")
     return evaluation

@@ -128,7 +128,7 @@ def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]
             if top != index and all(held[v] for v in operations[top].outputs):
                 continue
             if top != index and not operations[top].recomputable:
-                raise ScheduleError(f"{operations[top].name} must run again and is not recomputable")
+                raise ScheduleError(f"{operations[top].name} must be recomputed, but is not recomputable")
             order.append(top)
             for value in operations[top].outputs:
                 held[value] = True

@@ -65,7 +65,7 @@ def _transfers(
         now += run_seconds[position]
         for value in operations[index].outputs:
             if value in arrives:
-                raise ScheduleError(f"{values[value].name} is fetched, and made again before it is read")
+                raise ScheduleError(f"{values[value].name} is fetched, and recomputed before it is read")
             if value in seconds and value not in sent:
                 sending_until = max(sending_until, now) + seconds[value]
                 transfer_seconds += seconds[value]
@@ -142,7 +142,7 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
                     raise ScheduleError(f"{values[value].name} leaves before it is made")
                 copy = value_of.index(value)
                 if current[value] != copy:
-                    raise ScheduleError(f"{values[value].name} is made again before it leaves")
+                    raise ScheduleError(f"{values[value].name} is recomputed before it leaves")
                 died[copy] = max(died[copy], position - 1)
                 current[value] = _AWAY
             for value in returning.get(position, ()):

@@ -85,7 +85,7 @@ def cost_step(
     elif cost_model == MeasuredCosts.name:
         if here is None:
             raise UsageError(
-                f"{spec.name} is not here to be measured: plan for the device that the model is on, or give a profile "
+                f"{spec.name} cannot be measured here: plan for the device that the model is on, or give a profile "
                 "that was recorded on one"
             )
         outcome = profiling.measure(lowered, costs, here, time_limit_seconds=time_limit_seconds, progress=progress)
@@ -150,7 +150,7 @@ def _unseen(graph: TrainingGraph, seen: Mapping[int, int | None]) -> Iterator[Fi
             rule="workspace-unseen",
             evidence=f"{len(unseen)} of {len(seen)} operations were too large to be tried alone, or could not be: "
             f"{collapsed([operation.target for operation in unseen])}",
-            cause="what their kernels allocate beyond their outputs counts as none, so the peak may be higher",
+            cause="their workspace counts as zero, so the peak may be higher",
             fix="verify the plan: on a real model every operation is tried",
         )
 
@@ -159,7 +159,7 @@ def _not_here(spec: DeviceSpec) -> Iterator[Finding]:
     if spec.kind == "cuda":
         yield Finding(
             rule="device-not-here",
-            evidence=f"{spec.name} is not here to be asked",
+            evidence=f"{spec.name} is not here",
             cause="attention kernels are those that torch would choose there, and "
             "the workspace of convolutions, of attention and of matrix libraries is an allowance",
             fix="profile on such a device, or verify there",
@@ -294,7 +294,7 @@ def _warnings(outcome: profiling.Outcome) -> Iterator[Finding]:
         yield Finding(
             rule="not-measured",
             evidence=f"after {outcome.seconds:.0f} s, {len(outcome.skipped)} operations were left unmeasured",
-            cause="they cost what the roofline says, which thinks them the cheapest",
+            cause="they cost what the roofline says, by which they are the cheapest",
             fix="record a profile with a longer --time-limit",
         )
 

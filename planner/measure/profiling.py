@@ -59,7 +59,7 @@ THOROUGH = Trials(least_runs=3, most_runs=15, seconds=0.1, long_seconds=1.0)
 """For a profile that is kept."""
 
 QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes_what_is_known=True)
-"""For a plan that somebody waits for."""
+"""For a plan that the user waits for."""
 
 _CACHE_BYTES = {"cpu": CACHE_BYTES, "cuda": 256 << 20}
 """What is written between two runs, so that the next finds nothing in a cache, as the first run in a step."""

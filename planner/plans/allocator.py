@@ -268,7 +268,7 @@ def reserve_warnings(
             rule="allocator-settings",
             evidence=static_memory.allocator_settings,
             cause="allocated and reserved memory are predicted by the rules of torch's own allocator without that",
-            fix="leave room beside the budget, or train without this setting; the bytes asked for are what they were",
+            fix="leave room beside the budget, or train without this setting; the bytes asked for stay the same",
         )
     static_bytes = problem.graph.static_bytes
     available_bytes = problem.budget_bytes + problem.graph.total_static_bytes - static_bytes.get("reserve", 0)

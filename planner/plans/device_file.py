@@ -51,7 +51,7 @@ def load(path: str | Path) -> DeviceSpec:
 def _from_json(text: str) -> DeviceSpec:
     root = parse(text, "device")
     if root.has("schema") and (schema := root["schema"].read(int)) != SCHEMA:
-        raise PlanFileError(f"the file is of schema {schema}, and schema {SCHEMA} can be read here")
+        raise PlanFileError(f"the file is of schema {schema}, and only schema {SCHEMA} can be read here")
     known = {"schema", *DeviceSpec.__dataclass_fields__}
     if unknown := [key for key in root.names() if key not in known]:
         raise PlanFileError(f"{unknown[0]} is no field of a device: they are {', '.join(sorted(known))}")

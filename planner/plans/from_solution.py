@@ -167,7 +167,7 @@ GAP = "gap-to-bound"
 PRICE = "dearer-than-the-step"
 
 _WORTH_SAYING = 0.005
-"""From so large a gap on, as a share of the step, it is told."""
+"""From so large a gap on, as a share of the step, a finding reports it."""
 
 
 def price_finding(problem: Problem, evaluation: Evaluation, smallest_bytes: int | None) -> Finding | None:

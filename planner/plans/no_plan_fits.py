@@ -105,9 +105,9 @@ def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: Infeasib
             "give that much as host_budget (--host-budget)"
         )
     if operation == OPTIMIZER_STEP:
-        return "gradients, state and its temporaries are there at once: foreach=False, or fused=True, needs less"
+        return "gradients, state and temporaries are in memory together: foreach=False, or fused=True, needs less"
     if smallest_bytes <= problem.budget_bytes + static_bytes:
-        return f"solver {solver!r} did not find that plan in time: give it more, or take another"
+        return f"solver {solver!r} did not find that plan in time: give it more time, or use another"
     if problem.budget_bytes <= 0:
         return f"{format_bytes(static_bytes)} are resident before the step begins"
     retained_bytes = sum(value.size_bytes for value in problem.graph.values if value.retained)

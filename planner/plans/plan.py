@@ -94,11 +94,11 @@ class LayerPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """A way to train the step in a comparison: a baseline, a present set-up.
+    """A way to train the step, in a comparison: a baseline or a present set-up.
 
     If there is no such schedule, peak and overhead are None, and there is a reason. ``seconds`` is the time to find it,
-    ``fits`` whether it keeps the budget that was asked about. Beside it may stand what is proven of all plans for its
-    peak, or for the budget that was asked about.
+    ``fits`` whether it keeps the budget in question. It may also have what is proven of all plans for its peak, or for
+    the budget in question.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Verification:
     """How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
     difference as a share of the length, see :func:`planner.diagnose.verification.distance`."""
     control: float | None = field(default=None, metadata={"left_out": True})
-    """How far two steps without the plan were from each other, where kernels may give other bits in every run (CUDA
+    """How far two steps without the plan were from each other, where kernels may differ from run to run (CUDA
     without ``torch.use_deterministic_algorithms``): the largest difference as a share of the length. The tolerance
     follows from it; 0 demands bits."""
     eager: MeasuredEager | None = field(default=None, metadata={"left_out": True})
@@ -293,7 +293,7 @@ class CapturedOrder:
     """The captured order's figures, beside a plan that runs operations in another order.
 
     ``moved`` operations run earlier or later. ``recompute_seconds`` is what the cheapest plan adds that was found with
-    all in their place; None if none was found that fits, or this one recomputes nothing and nobody looked.
+    all in their place; None if none was found that fits, or this one recomputes nothing and there was no search.
     """
 
     moved: int
@@ -334,7 +334,7 @@ class Plan:
     peak_bytes: int = field(metadata={"at": "predicted.peak_bytes"})
     """Predicted peak."""
     peak_at: PeakLocation = field(metadata={"at": "predicted.peak_at"})
-    """Where it stands."""
+    """Where it occurs."""
     recompute_seconds: float = field(metadata={"at": "predicted.recompute_seconds"})
     """Predicted time of all recomputations."""
     lower_bound_seconds: float = field(metadata={"at": "lower_bound.recompute_seconds"})
@@ -355,20 +355,20 @@ class Plan:
     baselines: tuple[ComparisonRow, ...]
     """Other ways, and last the plan itself."""
     recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
-    """The decisions: for an operation's key, the keys of what is run again right before it."""
+    """The decisions: for an operation's key, the keys of what is recomputed right before it."""
     proven_minimum_peak_bytes: int = field(default=0, metadata={"left_out": True})
-    """Proven: no plan has a lower peak, in this order of operations and those that are tried. 0 where nobody looked."""
+    """Proven: no plan has a lower peak, in this order of operations and those tried. 0 if it was not searched for."""
     order: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata={"left_out": True})
     """Where operations run in another order than they were captured in: for an operation's key, the keys of those that
     run right before it instead; ``""`` stands for the end of the step."""
     captured_order: CapturedOrder | None = field(default=None, metadata={"left_out": True})
-    """What the order as captured comes to, where there is another."""
+    """Figures of the captured order, if the plan has another."""
     warnings: tuple[Finding, ...] = ()
     """What limits it, and what its costs leave out."""
     cache_seconds: float = field(
         default=0.0, metadata={"at": "predicted.cache_seconds", "left_out": True, "signed": True}
     )
-    """What the planned step takes longer than its runs cost, by what caches hold; negative for less."""
+    """How much longer the planned step takes than its runs cost, due to caches; negative if shorter."""
     eager: EagerStep | None = field(default=None, metadata={"left_out": True})
     """The model's own step: percentages are of its peak. None where it is not known, or is the step that is planned."""
     verification: Verification | None = field(default=None, metadata={"at": "measured", "left_out": True})
@@ -388,8 +388,8 @@ class Plan:
     offloading: Offloading | None = field(default=None, metadata={"at": "offload", "left_out": True})
     """What is offloaded, if that was allowed."""
     kept: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, metadata={"left_out": True})
-    """For a module that ``torch.utils.checkpoint`` runs again, what does not run again because its outputs are kept:
-    for an operator, which of its calls within the module."""
+    """For a module that ``torch.utils.checkpoint`` recomputes, what is not recomputed because its outputs are kept: for
+    an operator, which of its calls within the module."""
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
     """Every operation with its cost. Not part of a plan file, nor of comparisons."""
     call_memory: CallMemory | None = field(default=None, compare=False, repr=False)
@@ -445,7 +445,7 @@ class Plan:
         return seconds / self.baseline_step_seconds if self.baseline_step_seconds > 0 else 0.0
 
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
-        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them otherwise.
+        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them differently.
 
         Where the plan has an order of its own, first runs are in that.
         """
@@ -469,14 +469,14 @@ class Plan:
         for index, again in before.items():
             if late := [i for i in again if i >= index]:
                 raise PlanMismatchError(
-                    f"the plan runs {graph.operations[late[0]].key} again before {graph.operations[index].key}, "
+                    f"the plan recomputes {graph.operations[late[0]].key} before {graph.operations[index].key}, "
                     "which comes first in this model; make a new plan for this model and these shapes"
                 )
         schedule = with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
         return renumbered(schedule, order) if self.order else schedule
 
     def holding(self, peak_bytes: int) -> Plan:
-        """Return the plan of a step that was measured to hold so much: more, or less, is reserved beside it.
+        """Return the plan of a step whose peak was measured: more, or less, is reserved beside it.
 
         Where nothing is reserved, outputs were dropped, or less was saved.
         """
@@ -524,9 +524,9 @@ class Plan:
         root = parse(text, "plan")
         schema = root["schema"].read(int)
         if schema != SCHEMA:
-            raise PlanFileError(f"the plan is of schema {schema}, and schema {SCHEMA} is what can be read here")
+            raise PlanFileError(f"the plan is of schema {schema}, and only schema {SCHEMA} can be read here")
         if root["status"].read(str) == "infeasible":
-            raise PlanFileError("this is the report of a budget that no plan fits; it holds no plan")
+            raise PlanFileError("this is the report of a budget that no plan fits; it contains no plan")
         plan = root.read(cls)
         _check_consistent(plan)
         return plan

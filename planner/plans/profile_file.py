@@ -80,7 +80,7 @@ def from_json(text: str) -> Profile:
     if not root.has("kind") or root["kind"].read(str) != KIND:
         raise PlanFileError(f"this is no profile; '{program()} profile MODEL --output FILE' writes one")
     if (schema := root["schema"].read(int)) != SCHEMA:
-        raise PlanFileError(f"the profile is of schema {schema}, and schema {SCHEMA} is what can be read here")
+        raise PlanFileError(f"the profile is of schema {schema}, and only schema {SCHEMA} can be read here")
     measurements = root["measurements"].read(tuple[_Measurement, ...])
     signatures = [row.signature for row in measurements]
     operations = []

@@ -181,7 +181,7 @@ def _origin(curve: TradeOffCurve) -> str:
     )
     if curve.eager is not None:
         took = f"{format_seconds(curve.eager.step_seconds)} and {format_bytes(curve.eager.peak_bytes)}"
-        said += f" Eager takes {took}, of which percentages are."
+        said += f" Eager takes {took}; percentages are of that peak."
     if curve.host_budget_bytes is not None:
         said += f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory."
     return said

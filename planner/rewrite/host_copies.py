@@ -153,7 +153,7 @@ class Pool:
         record = self._records.get(place.data_ptr())
         if record is None:
             raise RuntimeUnsupportedError(
-                "a hook has put a copy in the place of what waits in the host's memory: call the model outside of "
+                "a hook has replaced the placeholder of an offloaded value by a copy: call the model outside of "
                 "saved_tensors_hooks and save_on_cpu, or plan without offload"
             )
         return record
@@ -202,7 +202,7 @@ def _cuda_runtime() -> Any:
 
 def _none_left(size_bytes: int, reason: str) -> str:
     return (
-        f"no {'pinned ' if torch.cuda.is_available() else ''}host memory to be had for an offloaded value of "
+        f"no {'pinned ' if torch.cuda.is_available() else ''}host memory is left for an offloaded value of "
         f"{format_bytes(size_bytes)} ({reason}), beside {format_bytes(POOL.in_use_bytes)} in use: plan with a smaller "
         "host_budget, or raise the limit on locked memory (ulimit -l)"
     )

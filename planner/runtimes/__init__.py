@@ -47,7 +47,7 @@ class ReplannedModel(PlannedModel, Protocol):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
 
     def plan_anew(self, options: Options) -> bool:
         """Plan the next call under other options, with what was captured; False if a new capture is needed."""
@@ -85,7 +85,7 @@ class RuntimePlugin(Protocol):
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> ReplannedModel:
-        """Return what runs in place of the model's call, under ``plan`` if one is given.
+        """Return what runs instead of the model's call, under ``plan`` if one is given.
 
         Without ``replan`` a plan that does not match the model raises PlanMismatchError instead of being replaced.
         """

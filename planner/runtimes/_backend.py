@@ -265,8 +265,8 @@ class Backend:
         calls = self._calls()
         if len(calls) >= _MOST_CALLS:
             raise RuntimeUnsupportedError(
-                f"{_MOST_CALLS} different calls of compiled graphs hold memory for a backward: a loop that keeps "
-                "outputs of earlier steps, or calls the model without torch.no_grad() and differentiates nothing?"
+                f"{_MOST_CALLS} different calls of compiled graphs hold memory for a backward: does the loop keep "
+                "outputs of earlier steps, or call the model without torch.no_grad() and without a backward?"
             )
         held = {storage.cdata for one in self._held for storage in one.storages}
         own = (tensor.untyped_storage() for tensor in program.own_inputs(given))
@@ -284,7 +284,7 @@ class Backend:
         before_bytes = _resident_bytes([*calls, call]) + sum(one.call.now_bytes for one in self._held)
         needed_bytes = before_bytes + own_bytes + program.first_needs.peak_bytes
         if needed_bytes > self._budget_bytes:
-            raise self._infeasible(needed_bytes, f"{program.name} holds at least", program.name)
+            raise self._infeasible(needed_bytes, f"{program.name} needs at least", program.name)
         self._is_new = True
         return call
 
@@ -310,7 +310,7 @@ class Backend:
         free_bytes = self._budget_bytes - _resident_bytes(self._calls())
         if needed_bytes > free_bytes:
             needed_bytes += self._budget_bytes - free_bytes
-            raise self._infeasible(needed_bytes, "its graphs, as they are compiled, hold at least", "the step")
+            raise self._infeasible(needed_bytes, "its graphs, as they are compiled, need at least", "the step")
         fraction = fraction_that_fits(self._first.values(), free_bytes)
         for call in self._first.values():
             self._plan(call, free_bytes, fraction)
@@ -350,8 +350,8 @@ class Backend:
             severity=Severity.NOTE,
             evidence=f"{call.program.name}: {count} call{'s' * (count != 1)} of compiled graphs share "
             f"{format_bytes(self._budget_bytes)}",
-            cause=f"each may go {format_percent(fraction)} of the way from the least it can hold to what it holds "
-            "without recompute; what others hold meanwhile is taken off",
+            cause=f"each may go {format_percent(fraction)} of the way from its lowest known peak to its peak without "
+            "recompute, less what others hold meanwhile",
             fix="nothing; fewer graph breaks leave more to choose from" if count > 1 else "nothing",
         )
 

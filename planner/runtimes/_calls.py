@@ -123,7 +123,7 @@ class PlannedCalls(ABC):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
         return False
 
     def plan_anew(self, options: Options) -> bool:
@@ -207,7 +207,7 @@ class CallsInSituations(PlannedCalls):
         if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in self.plan.warnings):
             self._is_said = True
             warnings.warn(
-                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was recorded, "
+                f"data decide what {type(self.model).__name__} runs: its plan is for the batch that was recorded, "
                 "and another may need more. Leave some room in the budget",
                 stacklevel=4,
             )
@@ -251,7 +251,7 @@ def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | No
         )
     ddp = ddp_around(model)
     if ddp is not None and ddp.has_hooks:
-        warnings.warn(f"DDP has a communication hook, and what that holds is not counted: {MAY_BE_ABOVE}", stacklevel=9)
+        warnings.warn(f"DDP has a communication hook, whose memory is not counted: {MAY_BE_ABOVE}", stacklevel=9)
 
 
 class RuntimeOfCalls:

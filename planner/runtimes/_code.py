@@ -124,7 +124,7 @@ class CodeSearch(Generic[CodeT]):
             self.best = made
         if self._must_match and not fits:
             raise PlanMismatchError(
-                f"compiled here, the plan holds {format_bytes(needed_bytes)}, and its budget is "
+                f"compiled here, the plan needs {format_bytes(needed_bytes)}, and its budget is "
                 f"{format_bytes(self._budget_bytes)}: plan again, or pass Budget(plan=plan, replan=True)"
             )
         is_lowest = self.best is None and self._refused is not None
@@ -162,7 +162,7 @@ class CodeSearch(Generic[CodeT]):
         drafted = (code_bytes for _, code_bytes in (*self._fitting, *self._breaking))
         lowest_bytes = min(drafted, default=self.limit_bytes or 0)
         return InfeasibleBudgetError(
-            f"the code that Inductor writes for planned graphs holds {format_bytes(lowest_bytes)} at least, and "
+            f"the code that Inductor writes for planned graphs needs at least {format_bytes(lowest_bytes)}, and "
             f"the budget is {format_bytes(self._budget_bytes)}: raise it, or choose runtime 'graph'",
             minimum_feasible_peak_bytes=lowest_bytes,
             operation=operation,
@@ -196,10 +196,10 @@ def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
     note = Finding(
         rule="compiled-peak",
         severity=Severity.NOTE,
-        evidence=f"the graph holds {format_bytes(plan.peak_bytes)}, the code {format_bytes(peak_bytes)} at most",
+        evidence=f"the graph's peak is {format_bytes(plan.peak_bytes)}, the code's at most {format_bytes(peak_bytes)}",
         cause="Inductor fuses operations and orders kernels: the peak is counted in the code that it writes, "
         "while placement, baselines and lower bound are those of the graph",
-        fix="nothing: the budget is held against the code before it is compiled",
+        fix="nothing: the code is checked against the budget before it is compiled",
     )
     compiled = replace(
         plan,

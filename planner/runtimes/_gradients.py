@@ -129,11 +129,11 @@ class LateGradients:
         if not self.repeatable:
             self.replan()
             raise RuntimeUnsupportedError(
-                "a gradient arrived for an output that the plan took for unused, and the model overwrites a buffer "
-                "that a second run would need: run the step again; it is planned with this output now"
+                "a gradient arrived for an output that the plan treats as unused, and the model overwrites a buffer "
+                "that a second run would need: repeat the step; the plan now includes this output"
             )
         warnings.warn(
-            "a gradient arrived for an output that the plan took for unused: the model was run a second time, "
+            "a gradient arrived for an output that the plan treats as unused: the model was run a second time, "
             "outside the budget; from the next call on the plan includes this output",
             stacklevel=2,
         )

@@ -173,9 +173,9 @@ class ObservedCalls:
         beside_bytes = self.plan.static_bytes.get("reserve", 0) - self._reserve_bytes if self.plan is not None else 0
         outputs = outputs_of(options)
         seen = {
-            "a better plan is looked for in a process beside training": self._running.is_searching,
+            "a background process is looking for a better plan": self._running.is_searching,
             f"outputs are {outputs}": self._may_drop and outputs != HELD,
-            "gradients of earlier backwards are there when a step begins": options.training.gradient_accumulation,
+            "gradients of earlier backwards are in memory when a step begins": options.training.gradient_accumulation,
             "an optimizer's state is counted": options.optimizer is not None and options.training.optimizer == "none",
             f"{format_bytes(beside_bytes)} are left for other calls, models and hooks": beside_bytes > _SCALARS,
         }
@@ -293,7 +293,7 @@ class ObservedCalls:
             return self._running(*args, **kwargs)
         except InfeasibleBudgetError as error:
             if _drops(options) and not _drops(asked):
-                error.add_note("planner: the loop holds the model's outputs, which the plan before took to be dropped")
+                error.add_note("planner: the loop holds the model's outputs, which the old plan assumed to be dropped")
                 raise
             if self._running is running and not running.plan_anew(options):
                 running = self._start(options, before)
@@ -309,7 +309,7 @@ class ObservedCalls:
                 return self._running(*args, **kwargs)
             else:
                 uncounted = "the outputs of a call, which the loop keeps until the next one returns"
-            warnings.warn(f"{error}. The plan in force goes on, and does not count {uncounted}", stacklevel=6)
+            warnings.warn(f"{error}. The plan in force stays, and does not count {uncounted}", stacklevel=6)
         return self._running(*args, **kwargs)
 
     def _fit(self, inputs: Inputs, before: Plan) -> None:
@@ -447,7 +447,7 @@ class ObservedCalls:
             self.asked, self._has_changed = with_outputs(self.asked or self._options, now), True
         elif is_more:
             warnings.warn(
-                f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan takes them to be "
+                f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan assumes them to be "
                 f"{assumed}: pass training=Training(outputs={now!r}), and plan again",
                 stacklevel=6,
             )
@@ -548,8 +548,8 @@ class ObservedCalls:
         self._is_said, name = True, self.around.name
         others = [calls.around.name for calls in waiting if calls is not self]
         warnings.warn(
-            f"{name} is called before the backward of {others[0] if others else 'its last call'}. What both save is "
-            "held together, and a budget of activations, a plan that was given and a plan of several ranks are for "
+            f"{name} is called before the backward of {others[0] if others else 'its last call'}. What both save is in "
+            "memory together, but a budget of activations, a plan that was given and a plan of several ranks are for "
             "one call: call it once with all inputs, run each backward before the next call, or leave some room",
             stacklevel=6,
         )

@@ -138,7 +138,7 @@ class Routes:
         if self.in_force is None or all(keeps(other, together) for other in (*self._planned, study)):
             self.chosen = together
         else:
-            self._refuse("the modules that one needs checkpointed break another")
+            self._refuse("the modules that one must checkpoint break another")
         if self.in_force is None or made.peak_bytes > self.in_force.peak_bytes:
             self.in_force = made
 
@@ -190,7 +190,7 @@ def warn_of_another(model: nn.Module, differs: Sequence[str], *, is_planned: boo
     """Warn that a step is another than the one that was planned."""
     then = "the next is planned for such steps too" if is_planned else "others may too, unplanned"
     warnings.warn(
-        f"{type(model).__name__} does not run as planned for ({'; '.join(differs[:3])}"
+        f"{type(model).__name__} does not run as planned ({'; '.join(differs[:3])}"
         f"{'; ...' if len(differs) > 3 else ''}): this step may break the budget, and {then}",
         stacklevel=6,
     )

@@ -113,7 +113,7 @@ def how_it_trains(model: nn.Module, blocks: Collection[str], options: Options) -
     """Describe how a model is sharded and which gradients it finds; ``""`` for the default."""
     settings = settings_of(model, blocks)
     if options.gradients.go_into_buckets:
-        settings = "DDP is told gradient_as_bucket_view=True"
+        settings = "DDP sets gradient_as_bucket_view=True"
     accumulates = options.training.gradient_accumulation
     if units := units_of(model):
         finds = {what for unit in units for what in unit.as_planned(finds_gradients=accumulates).finds}
@@ -188,9 +188,8 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
         missing = [k for k in (key, *keys) if k not in index_of]
         if missing:
             raise PlanMismatchError(
-                f"block {path} does not have {missing[0]}, which the plan names: it is captured otherwise than when "
-                "the plan was made (other element types, or a mask that was not needed then?); plan again as the model "
-                "now is"
+                f"block {path} does not have {missing[0]}, which the plan names: it is captured differently than when "
+                "the plan was made (other element types, or a mask that was not needed then?); make a new plan"
             )
         again = tuple(index_of[k] for k in keys if k in first)
         before[index_of[key]] = (*before.get(index_of[key], ()), *again)
@@ -226,8 +225,8 @@ class PlannedUnits:
         self.bytes_left -= peak_bytes
         if self.bytes_left < 0:
             raise PlanMismatchError(
-                f"block {path} holds more than was planned: it is called with other sizes or element types than "
-                "when the plan was made; plan again as the model now is"
+                f"block {path} needs more than was planned: it is called with other sizes or element types than "
+                "when the plan was made; make a new plan"
             )
 
 

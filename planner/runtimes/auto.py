@@ -146,22 +146,22 @@ def _further(tried: Sequence[Plan | Refusal]) -> Iterator[Finding]:
                 rule=_RULE,
                 severity=Severity.NOTE,
                 evidence=str(one.error),
-                cause=f"the runtime {one.runtime!r} was tried before, and refused",
+                cause=f"the runtime {one.runtime!r} was tried before this one, and refused",
                 fix="nothing",
             )
 
 
 def _said(first: Refusal, options: Options, taken: str) -> Finding:
     """Warn that another runtime was taken, and return the finding that says so."""
-    instead = f"{taken!r} in place of {first.runtime!r}"
+    instead = f"{taken!r} instead of {first.runtime!r}"
     solver = options.search.solver if taken == "modules" else _ANY_SOLVER
-    ignored = f"; the solver {solver!r} is one of whole graphs, and is not asked" if solver != _ANY_SOLVER else ""
+    ignored = f"; the solver {solver!r} is for whole graphs, and is not used" if solver != _ANY_SOLVER else ""
     warnings.warn(f"runtime {instead}: {first.error}{ignored}", stacklevel=5)
     return Finding(
         rule=_RULE,
         evidence=str(first.error),
-        cause=f"planned for the runtime {instead}, which can choose {_CHOOSES[taken]}{ignored}",
-        fix="remove what stops the capture, and plans are finer",
+        cause=f"planned for the runtime {instead}; it can choose {_CHOOSES[taken]}{ignored}",
+        fix="remove what stops the capture for a finer plan",
     )
 
 
@@ -170,8 +170,8 @@ def _cheaper_eager(plan: Plan, captured: str) -> Finding:
     return Finding(
         rule=_RULE,
         severity=Severity.NOTE,
-        evidence=f"planned as captured the step {captured}, and as eager takes {format_seconds(plan.step_seconds)}",
-        cause=f"capture makes this model's step dearer than eager, so it is planned for the runtime {plan.runtime!r}",
+        evidence=f"as captured the planned step {captured}, and in eager it takes {format_seconds(plan.step_seconds)}",
+        cause=f"this model's step costs more captured than eager, so it is planned for the runtime {plan.runtime!r}",
         fix="nothing; runtime='graph' plans the captured step",
     )
 
@@ -248,7 +248,7 @@ class AutoRuntime:
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
         return self._running.is_searching
 
     def plan_anew(self, options: Options) -> bool:

@@ -221,9 +221,9 @@ class GraphRuntime(PlannedCalls):
         self._changes = self._what_changes(inputs) if is_often or self._is_at_limit else ""
         if is_often:
             warnings.warn(
-                f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
-                f"{self._changes}. What its forward looks at must be alike in most calls; runtime='modules' captures "
-                "nothing",
+                f"each of the last {_OFTEN} calls of {type(self.model).__name__} had to be captured again, as has this "
+                f"one{self._changes}. What its forward depends on must be the same in most calls; runtime='modules' "
+                "captures nothing",
                 stacklevel=8,
             )
         self._in_a_row += 1
@@ -250,7 +250,7 @@ class GraphRuntime(PlannedCalls):
     def _what_changes(self, inputs: Inputs) -> str:
         found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
         what = next(filter(None, found), "")
-        return f": it is no longer so that {what}" if what else ""
+        return f": it is no longer true that {what}" if what else ""
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
         """Capture under the first pair of calls whose branches hold for these inputs, or under a new pair."""
@@ -323,7 +323,7 @@ class GraphRuntime(PlannedCalls):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a better plan is looked for beside training."""
+        """Whether a background search for a better plan is running."""
         return self._beside is not None
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -354,7 +354,7 @@ class GraphRuntime(PlannedCalls):
 
     def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
         if self.options.loss is not None or self.options.runtime.chunk != 1:
-            raise UnknownSizeError("what is outside of the graph depends on sizes too")
+            raise UnknownSizeError("code outside of the graph depends on sizes too")
         input_sizes = sizes_of(formula.inputs(given))
         eager = None
         if elements(input_sizes) > self._plans.largest and isinstance(self.options.eager, Study):
@@ -420,7 +420,7 @@ class GraphRuntime(PlannedCalls):
         if self._is_at_limit:  # said here, since a call that fails by itself does not come so far
             raise RuntimeUnsupportedError(
                 f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
-                f"own{self._changes}. Pass a tensor in place of a number that changes, pad or bucket inputs whose "
+                f"own{self._changes}. Pass a tensor instead of a number that changes, pad or bucket inputs whose "
                 "sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
             )
         possible = differentiable_outputs(graph_module)

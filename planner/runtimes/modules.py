@@ -226,8 +226,7 @@ def _read_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Ten
 def _changed(module: nn.Module, name: str) -> RuntimeUnsupportedError:
     return RuntimeUnsupportedError(
         f"{name!r} of a module {type(module).__name__} was changed in place between the forward and its backward. The "
-        "plan runs the module again in the backward, which would compute with the new numbers. Change it after the "
-        "backward"
+        "plan recomputes the module in the backward, which would read the new numbers. Change it after the backward"
     )
 
 

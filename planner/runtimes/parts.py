@@ -154,7 +154,7 @@ class _PlannedPart(PlannedUnit):
             return self._forward(*args, **kwargs)
         self._parts.ran.add(self.path)
         if _described(Inputs(args, kwargs)) != self._parts.given[self.path]:
-            unlike[self.path] = "is given other sizes, types or numbers"
+            unlike[self.path] = "is called with other sizes, types or numbers"
         else:
             try:
                 with explain_failures(self._block):
@@ -162,7 +162,7 @@ class _PlannedPart(PlannedUnit):
             except ForwardError:
                 raise
             except (CaptureError, PlanMismatchError) as error:  # raised before anything has run
-                unlike[self.path] = f"is captured otherwise ({error})"
+                unlike[self.path] = f"is captured differently ({error})"
         return self._forward(*args, **kwargs)
 
 
@@ -181,7 +181,7 @@ def plan_parts(
     captured.
     """
     begun = time.perf_counter()
-    options.search.tell("capturing the largest modules that can be")
+    options.search.tell("capturing the largest modules that can be captured")
     check_plannable(model, inputs)
     with explain_forward(model):
         followed, seen = _followed(model, inputs, options, missed)
@@ -193,7 +193,7 @@ def plan_parts(
         if not blocks:
             why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
             raise CaptureError(
-                f"no module of {type(model).__name__} that can be captured holds anything to choose{why}"
+                f"no module of {type(model).__name__} that can be captured leaves anything to choose{why}"
             )
         step = lower_around(followed, blocks, inputs, options)
     lowered, blocks = step.lowered, step.units
@@ -201,7 +201,7 @@ def plan_parts(
         raise CaptureError(f"{type(model).__name__} calls torch.utils.checkpoint itself outside of captured modules")
     opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
     if opaque:
-        raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
+        raise CaptureError(f"how much {opaque[0].target} saves is known only when it runs")
     notes = tuple(_notes(followed, blocks, left, lowered.lowered.graph))
     lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - begun)
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
@@ -279,7 +279,7 @@ def _notes(
         severity=Severity.NOTE,
         evidence=f"{len(blocks)} modules are captured, and make {format_percent(captured_share(graph))} of the bytes "
         "that the step saves",
-        cause=f"{path} is not captured: {why}" if left else "what the model runs outside of them is not captured",
+        cause=f"{path} is not captured: {why}" if left else "the rest of the model's step is not captured",
         fix="remove what stops the capture, and more of the step is planned",
     )
     if step.is_real:

@@ -91,7 +91,7 @@ class RegionalRuntime(CallsInSituations):
         self.is_confirmed = True
         if unknown := self._unknown_to(plan):
             said = (unknown.get(SHARDING) or unknown.get(FINDS) or "the model is sharded by default").partition(";")[0]
-            warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
+            warnings.warn(f"{said}, and the given plan does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
         check_sharding(self.model, blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
         return plan
 
@@ -112,7 +112,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler:
         without = "set model.config.use_cache = False (blocks write into the cache), or " if fills_cache else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
-            f"step, with parameters) that could be planned one by one{why}; {without}take runtime='graph'"
+            f"step, with parameters) that could be planned one by one{why}; {without}use runtime='graph'"
         )
     step = lower_around(followed, blocks, inputs, options)
     left |= {path: "its backward does not run" for path in blocks if path not in step.units}

@@ -131,13 +131,13 @@ def _planned_by_each(study: Study, options: Options, group: Any, **known: Any) -
         proposed = [Plan.from_json(text) for text in made if text is not None]
         strictest = max(proposed, key=lambda plan: plan.recompute_seconds, default=None)
         carried = strictest and carried_over(study, options, strictest, even_unneeded=True)
-        tried = made_by_all(lambda: (study.whole_bytes, carried is not None), "tried another's plan", group)  # noqa: B023
+        tried = made_by_all(lambda: (study.whole_bytes, carried is not None), "tried another rank's plan", group)  # noqa: B023
         if carried is not None and all(fits for _, fits in tried):
             return carried
     enough_bytes = max(whole_bytes for whole_bytes, _ in tried)
     raise InfeasibleBudgetError(
-        "none of the choices of modules that ranks made keeps the budget on every rank. Data decide sizes, and ranks "
-        "that share layers must run the same modules again: raise the budget. "
+        "no rank's choice of modules keeps the budget on every rank. Data decide sizes, and ranks that share "
+        "layers must recompute the same modules: raise the budget. "
         f"{format_bytes(enough_bytes)} is known to be enough for each, without recompute",
         minimum_feasible_peak_bytes=enough_bytes,
         operation="all modules",

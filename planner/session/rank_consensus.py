@@ -95,7 +95,7 @@ def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list
         dist.all_gather_object(everyone, (said, facts, made), group=group)
     except RuntimeError as error:
         raise PlannerError(
-            "a rank went away while the ranks agreed on a plan, or did something else, as one does that has not "
+            "a rank went away while the ranks agreed on a plan, or did something else; perhaps it has not "
             f"wrapped its model: {first_line(error)}"
         ) from error
     if failure is not None:

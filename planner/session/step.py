@@ -233,8 +233,8 @@ def notes_on(graph: TrainingGraph) -> Iterator[Finding]:
         yield Finding(
             rule="choices-run-once",
             severity=Severity.NOTE,
-            evidence=f"what chooses by value, as a router does, is not recomputed: {collapsed(chosen)}",
-            cause="with other last bits it could choose otherwise, and gradients would be of other experts",
+            evidence=f"operations that choose by value (a router) are not recomputed: {collapsed(chosen)}",
+            cause="with other last bits it could choose differently, and gradients would be those of other experts",
             fix="nothing",
         )
     if outputs_assumed(graph) == DROPPED:
@@ -366,7 +366,7 @@ def _assumptions(joint: JointGraph) -> Iterator[Finding]:
             rule="branches-taken",
             severity=Severity.NOTE,
             evidence=", ".join(dict.fromkeys(joint.branches)),
-            cause="what inputs hold decides what is run, and the plan is for what these decide",
+            cause="the values of inputs decide what is run, and the plan is for the branches that these take",
             fix="nothing: every call is checked, and one that takes other branches gets a plan of its own",
         )
     if joint.elsewhere and VERSION not in RULES and any(map(is_attention, joint.graph.nodes)):

@@ -69,7 +69,7 @@ def chunked(
     if region is None:
         raise UsageError(
             f"chunk={chunks}: nothing that is large at the peak can be computed in chunks. Its rows must be "
-            "independent of each other, and nobody may need it whole; leave chunk out"
+            "independent of each other, and each reader must read rows alone; leave chunk out"
         )
     joint = whole.lowered.joint
     step = lower_step(model, in_chunks(joint, region, chunks), options)
@@ -153,5 +153,5 @@ def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:
         "time" + (f", and {last:,} at last" if last else ""),
         cause="products and sums are added up in another order: loss and gradients are those of the step in one piece "
         f"to within {TOLERANCE:g} of their length in float32, and as many roundings in other types",
-        fix="nothing: recompute changes no bit of the chunked step, and 'verify' holds it against the one in one piece",
+        fix="nothing: recompute changes no bit of the chunked step; 'verify' compares it with the step in one piece",
     )

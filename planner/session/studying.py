@@ -82,11 +82,9 @@ def options_of_study(options: Options, default: str = "graph") -> Options:
     """
     name, chunks = default if options.runtime.name == "auto" else options.runtime.name, options.runtime.chunk
     if name not in ("graph", "modules"):
-        raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {name!r}")
+        raise UsageError(f"a study is of the runtime 'graph' or 'modules', not {name!r}")
     if not isinstance(chunks, int):
-        raise UsageError(
-            "a step is studied in one number of chunks: give it, or use planner.plan with Runtime(chunk='auto')"
-        )
+        raise UsageError("a study is of one number of chunks: give it, or use planner.plan with Runtime(chunk='auto')")
     if chunks != 1:
         chunked_graph(name, several_devices=has_several_ranks())
     # What percentages are of is known to a study whatever reports are to compare.
@@ -125,7 +123,7 @@ def what_if(
     search: Search | str = Search(time_limit_seconds=25.0),
     target: Target | str = Target(),
 ) -> TradeOffCurve:
-    """Return the overhead of the best plan over the budget, from the smallest feasible one to none needed.
+    """Return the best overhead over the budget, from the smallest feasible budget to the peak without recompute.
 
     Parameters
     ----------
@@ -139,7 +137,7 @@ def what_if(
         ``"4GiB..16GiB:8"``; or which they are, ``"4GiB,8GiB"`` or ``["4GiB", "8GiB"]``.
     sizes : mapping, optional
         Sizes to ask about at ``budget``, by ``"batch_size"`` or ``"seq_len"``: ``"1..64"``, ``"1,2,4"`` or
-        ``[1, 2, 4]``. The largest that fits is found, and how much each trains a second. The inputs are repeated or
+        ``[1, 2, 4]``. The largest that fits is found, and the throughput of each. The inputs are repeated or
         cut to each: along the first dimension of every tensor that is as long there as the first, or along all others
         that are as long as the first tensor's second.
     loss_fn, offload, training, target
@@ -173,10 +171,10 @@ def what_if(
     asked_for = Options.of(locals())
     search, budget = asked_for.search, asked_for.budget.size
     if unknown := set(sizes or {}) - set(_SIZES):
-        raise UsageError(f"sizes are asked about by {' or '.join(map(repr, _SIZES))}, not {min(unknown)!r}")
+        raise UsageError(f"sizes are named {' or '.join(map(repr, _SIZES))}, not {min(unknown)!r}")
     asked = {name: parse_sizes(as_typed(wanted), what=_SIZES[name]) for name, wanted in (sizes or {}).items()}
     if asked and budget is None:
-        raise UsageError("sizes are asked about at a budget: give budget, what is to fit")
+        raise UsageError("sizes need a budget that they are to fit: give budget")
     points, typed = points_and_range(budgets)
     asked_for.budget.check(or_none=True)
     options, example = options_of_study(asked_for), Inputs.of(inputs)

@@ -31,7 +31,7 @@ class Solver(Protocol):
     """Protocol of a solver module's ``SOLVER``, which decides on whole graphs."""
 
     name: str
-    """What people type."""
+    """The name that users type."""
     summary: str
     """One line on what it does."""
     offloads: bool
@@ -62,8 +62,8 @@ def check_for_regions(*chosen: str) -> None:
     """Refuse solvers of whole graphs, by a UsageError, where modules are chosen."""
     if others := [name for name in chosen if name != "auto"]:
         raise UsageError(
-            f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
-            "programme of its own: leave it out, or ask about the runtime 'graph'"
+            f"{others[0]!r} decides on a whole graph, and the runtime 'modules' chooses modules by a programme of its "
+            "own: leave it out, or use the runtime 'graph'"
         )
 
 
@@ -99,9 +99,9 @@ def solve(
     deterministic : bool
         Count work instead of seconds: the same plan every time, see :class:`planner.common.limits.SolveLimits`.
     seed : int
-        Of whatever draws random numbers.
+        Seed of random choices.
     progress : callable, optional
-        Told in short lines how it stands.
+        Called with short lines on the progress.
 
     Returns
     -------
@@ -192,7 +192,7 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
 def solve_in_regions(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
     """Solve a problem with every recomputation inside its region.
 
-    Solvers know no regions, and seldom need to: a value is made again right before it is read, by an
+    Solvers know no regions, and seldom need to: a value is recomputed right before it is read, by an
     operation of the same region. Where that is not so, putting recomputations off can raise the peak;
     then less is asked for. The lower bound is that of the problem as it was first posed.
     """

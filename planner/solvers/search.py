@@ -117,7 +117,7 @@ class SearchSolver:
         """Compile the kernels without blocking other threads; False if the solve ended before they were ready."""
         if is_compiled():
             return True
-        progress(f"search: {_COMPILES}, in a process beside this one")
+        progress(f"search: {_COMPILES}, in a background process")
         process: subprocess.Popen[bytes] | None = None
         while not is_over():
             if is_compiled() or (process is not None and process.poll() is not None):
@@ -373,7 +373,7 @@ class _Rounds:
         if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
             raise ClaimMismatchError(
                 f"solver 'search' claims {seconds} s within {self.problem.budget_bytes} bytes, "
-                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
+                f"but simulation gives {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
                 "please report this as a bug"
             )
         incumbent.update(schedule, SearchSolver.name)

@@ -47,7 +47,7 @@ def sequential(step: StrategyStep, number: int) -> Schedule:
     """Checkpoint segments but the last, which takes what does not divide and is left as it is."""
     size = len(step.blocks) // number
     if not size:
-        raise step.cannot(f"has {len(step.blocks)} blocks, and not {number} to make as many segments of")
+        raise step.cannot(f"has {len(step.blocks)} blocks, too few for {number} segments")
     return step.checkpointed(in_groups(step.blocks[: size * (number - 1)], size))
 
 
@@ -82,7 +82,7 @@ def offloaded(
     there is no host.
     """
     if step.host is None:
-        raise step.cannot("has no host's memory to offload to: nothing is known of the device's link to it")
+        raise step.cannot("cannot offload: the device's link to the host's memory is unknown")
     turn = schedule.order.index(turning_point(step.graph))
     wanted = set(values)
     last: dict[int, int] = {}

@@ -268,7 +268,7 @@ def _entry(name: str) -> Entry:
         except (OSError, SyntaxError, ValueError) as error:
             raise UsageError(f"cannot read {name!r}: {error}") from None
         there = [part.name for part in parts if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
-        raise UsageError(f"name what makes the model: {name} has {', '.join(there) or 'no function'}; {_FACTORY_HINT}")
+        raise UsageError(f"name the function: {name} has {', '.join(there) or 'no function'}; {_FACTORY_HINT}")
     raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory")
 
 

@@ -69,7 +69,7 @@ def configured(place: str, **changed: Any) -> tuple[Any, type[Any]]:
     kinds += [getattr(hf, f"MODEL_FOR_{task}_MAPPING").get(type(config), None) for task in _TASKS]
     kinds = [kind for kind in kinds if hasattr(kind, "forward") and "labels" in signature(kind.forward).parameters]
     if not kinds:
-        raise UsageError(f"{place!r} is of no model of transformers that computes its loss of labels: write a factory")
+        raise UsageError(f"{place!r} is no model of transformers that computes a loss from labels: write a factory")
     return config, kinds[0]
 
 

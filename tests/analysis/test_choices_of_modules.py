@@ -43,7 +43,7 @@ def test_other_ways_beside_such_a_curve() -> None:
     found = simulate(step.graph, step.costs, schedule_of(step.graph, layers))
     assert every.points[0].predicted_peak_bytes == found.peak_bytes + step.graph.total_static_bytes
     assert 0 < second.points[0].overhead < every.points[0].overhead
-    assert not chunked.points and "alone, not 'chunked'" in chunked.reason
+    assert not chunked.points and ", not 'chunked'" in chunked.reason
     with pytest.raises(UsageError, match="decides on a whole graph"):
         methods_beside(tracing, ["ilp"])
 

@@ -254,7 +254,7 @@ def test_every_reason_is_given_where_it_holds() -> None:
         "kept: dropping it would free 1.0 MiB for 50.0 ms (20.5 KiB per ms); what the plan recomputes frees 8.0 MiB "
         "per ms or more"
     )
-    assert found["input aten.embedding.default"].startswith("kept: its operation cannot run twice")
+    assert found["input aten.embedding.default"].startswith("kept: its operation cannot be recomputed")
     assert found[" aten.sum.default"].startswith("kept: the model returns it")
     assert found["last aten.mul.Tensor"].startswith("kept: it is idle only while the step fits without recompute")
     assert "brief aten.mm.default" not in found, "the backward does not wait for it"
@@ -291,7 +291,7 @@ def test_what_recompute_starts_from_is_said() -> None:
     found = explain(plan_for(GRAPH, COSTS, schedule, budget="110%"), "transformer.h.1.attn")
     by_module = {v.value.module: v for v in found.values}
     source = by_module["transformer.h.1.attn.c_proj"]
-    assert "what is recomputed is made from it" in source.reason and not source.value.needed
+    assert "recomputed operations do" in source.reason and not source.value.needed
     (sources,) = {v.made_from for v in found.values if v.value.module.endswith("drop")}
     assert [row.module for row in sources] == ["transformer.h.1.attn.c_proj"]
 
@@ -339,7 +339,7 @@ def test_unknown_modules_and_plans_without_a_table(plan: Plan) -> None:
     assert explain(plan, "transformer").kept_bytes >= explain(plan, "transformer.h.1").kept_bytes
     with pytest.raises(UsageError, match=r"no table of its values.*plan MODEL --budget SIZE --save PLAN"):
         explain(dataclasses.replace(plan, values=None))
-    with pytest.raises(UsageError, match="runs modules again"):
+    with pytest.raises(UsageError, match="recomputes whole modules"):
         explain(dataclasses.replace(plan, values=None, runtime="modules"))
 
 

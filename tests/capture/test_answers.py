@@ -92,7 +92,7 @@ def test_what_cannot_be_captured_so_is_told_yes_there_and_people_are_told() -> N
 
     plain, wrapped = beside(Asks(ask=also_looks), **GRAPH)
     given = batch(0)
-    with pytest.warns(UserWarning, match=r"asks whether it is compiled \(at .*test_answers.py:\d+\), and is told yes"):
+    with pytest.warns(UserWarning, match=r"asks whether it is compiled \(at .*test_answers.py:\d+\)\. The answer is"):
         ours = train(wrapped, given)
     told = Asks(ask=lambda x, mask: looks(x, mask) * 2.0)
     told.load_state_dict(plain.state_dict())

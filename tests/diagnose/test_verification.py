@@ -105,7 +105,7 @@ def test_steps_that_write_into_weights_and_inputs_all_begin_with_the_same() -> N
     assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), x), before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'", "ignore:what Trained runs depends on data")
+@pytest.mark.filterwarnings("ignore:runtime 'modules' instead of 'graph'", "ignore:data decide what Trained runs")
 def test_sparse_gradients_are_compared_too() -> None:
     layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
     model, words = Trained(nn.EmbeddingBag(200, 32, sparse=True), *layers), torch.randint(0, 200, (16, 5))

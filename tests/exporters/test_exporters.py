@@ -192,12 +192,12 @@ def test_what_offloads_is_chosen_anew_and_what_is_in_chunks_is_refused():
         budget="75%", offload=planner.Offload(host_budget="1GiB"), search=planner.Search(time_limit_seconds=1.0)
     )
     assert plan.offloading is not None and plan.offloading.values
-    with pytest.raises(UsageError, match="the step is needed"):
+    with pytest.raises(UsageError, match="it needs that step"):
         exporters.export(plan, to="fsdp")
     made = exporters.export(plan, to="fsdp", study=eager(study))
     assert made.label is not Label.EXACT and any("host's memory" in line for line in made.lost)
     chunked = replace(plan, fingerprint={**plan.fingerprint, "slices": 8})
-    with pytest.raises(UsageError, match="in 8 chunks, which no framework"):
+    with pytest.raises(UsageError, match="in 8 chunks, which no other framework"):
         exporters.export(chunked, to="fsdp", study=study)
 
 

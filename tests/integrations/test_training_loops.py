@@ -169,7 +169,7 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"trains 2 parts \(model, head\): .*module="):
         train(integrations.PlanLightning(budget), model=TwoParts)
-    with pytest.raises(UsageError, match="did not call the Linear that was wrapped"):
+    with pytest.raises(UsageError, match="did not call the wrapped Linear"):
         train(integrations.PlanLightning(budget, module="head"), model=TwoParts)
 
 

@@ -81,7 +81,7 @@ def test_what_is_not_known_may_be_left_out(tmp_path: Path) -> None:
         ({"output_kib": [4, 4, 1, 4.5, 4]}, r"output_kib\[3\] must be an integer .*, not 4.5"),
         ({"output_kib": [4, -4, 1, 4, 4]}, r"output_kib\[1\] must be an integer"),
         ({"cost": [10, "much", 1, 20, 10]}, r"cost\[1\] must be a number .*, not \"much\""),
-        ({"cost": [10, float("nan"), 1, 20, 10]}, "holds NaN, and every number must be finite"),
+        ({"cost": [10, float("nan"), 1, 20, 10]}, "contains NaN, and every number must be finite"),
         ({"cost": [10, [], 1, 20, 10]}, r"cost\[1\] must be a number .*, not a list"),
         ({"edges": [[0, 1], [1]]}, r"edges\[1\] must be two operations"),
         ({"edges": [[0, 5]]}, r"edges\[0\]\[1\] must be an integer from 0 to 4, not 5"),
@@ -92,7 +92,7 @@ def test_what_is_not_known_may_be_left_out(tmp_path: Path) -> None:
         ({"best_known_cost": 50}, "best_known_cost is 50, less than 61"),
         ({"published_cost": []}, "published_cost must be a number"),
         ({"name": 7}, "name must be text, not 7"),
-        ({"name": "a\nb"}, "name holds characters that cannot be printed"),
+        ({"name": "a\nb"}, "name contains characters that cannot be printed"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

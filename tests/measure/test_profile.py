@@ -79,7 +79,7 @@ def test_plans_take_their_times_from_it(profile: Profile) -> None:
 def test_measured_by_name_does_the_same_on_the_spot() -> None:
     plan = planned(None, cost_model="measured")
     assert plan.cost_model == "measured" and plan.baseline_step_seconds > 0
-    with pytest.raises(UsageError, match="not here to be measured"):
+    with pytest.raises(UsageError, match="cannot be measured here"):
         planned(None, cost_model="measured", device="h100")
 
 

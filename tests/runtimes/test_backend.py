@@ -112,7 +112,7 @@ def test_one_graph_has_all_of_it(runtime: str) -> None:
 
 
 def test_what_nothing_keeps_is_refused_by_an_error_of_ours() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"no plan fits 10\.0 KiB: .* graph 1 holds at least"):
+    with pytest.raises(InfeasibleBudgetError, match=r"no plan fits 10\.0 KiB: .* graph 1 needs at least"):
         Compiled(Stack(1), backend("10KiB"))(rows())
 
 
@@ -120,7 +120,7 @@ def test_what_nothing_keeps_is_refused_by_an_error_of_ours() -> None:
 def test_a_later_graph_that_does_not_fit_beside_earlier_ones_is_refused() -> None:
     plain, x = Broken(), rows(512)
     least = 0.5 * peak_bytes(copy.deepcopy(plain), x)
-    with pytest.raises(InfeasibleBudgetError, match="graph 2 holds at least"):
+    with pytest.raises(InfeasibleBudgetError, match="graph 2 needs at least"):
         Compiled(plain, backend(int(least)))(x)
 
 
@@ -245,8 +245,8 @@ def test_the_first_call_holds_nothing_that_its_callers_let_go() -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"mode": "reduce-overhead"}, "does not go with a plan of memory: leave it out"),
-        ({"mode": "max-autotune"}, "take 'max-autotune-no-cudagraphs'"),
+        ({"mode": "reduce-overhead"}, "does not work with a memory plan: leave it out"),
+        ({"mode": "max-autotune"}, "use 'max-autotune-no-cudagraphs'"),
         ({"options": {"fallback_random": False}}, "option 'fallback_random'"),
         ({"options": {"max_autotun": True}}, "did you mean 'max_autotune'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),

@@ -139,7 +139,7 @@ def test_a_step_that_no_plan_can_hold_is_said_once() -> None:
         (model(rows()) + model(rows())).backward()
 
     step(), step()
-    with pytest.warns(UserWarning, match="no plan fits .* goes on, and does not count what the step holds beside"):
+    with pytest.warns(UserWarning, match="no plan fits .* stays, and does not count what the step holds beside"):
         step(), step(), step()
     with warnings.catch_warnings(action="error"):
         step(), step()

@@ -65,7 +65,7 @@ def _batch(count: int = 256) -> Batch:
         quick=[("graph", False), ("modules", True)],
     ),
 )
-@pytest.mark.filterwarnings("ignore:what Model runs depends on data")
+@pytest.mark.filterwarnings("ignore:data decide what Model runs")
 def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:
     model, batch = Model(looks=looks), _batch()
     plain = copy.deepcopy(model)

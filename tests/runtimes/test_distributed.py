@@ -222,7 +222,7 @@ def test_ranks_with_other_experts_run_the_same_modules_again_each_within_its_bud
     assert found[0]["predicted_bytes"] != found[1]["predicted_bytes"]  # each has its own sizes
     for result in found:
         check(result)
-        assert any("what Model runs depends on data" in said for said in result["said"])
+        assert any("data decide what Model runs" in said for said in result["said"])
     told, own = (result["tight"] for result in found)
     assert own["error"] == "NoPlanFitsError"
     assert told["message"].startswith("rank 1 failed while it planned its step: NoPlanFitsError: ")

@@ -125,7 +125,7 @@ def test_a_plan_that_is_given_is_held_against_the_code(monkeypatch: pytest.Monke
     assert planner.plan_of(model).peak_bytes == plan.peak_bytes
     honest = inductor_blocks._Code.held_by
     monkeypatch.setattr(inductor_blocks._Code, "held_by", lambda *given: (1 << 40, honest(*given)[1]))
-    with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
+    with pytest.raises(PlanMismatchError, match="compiled here, the plan needs"):
         planner.auto_wrap(Stack(2), budget=again)(rows())
 
 
@@ -133,5 +133,5 @@ def test_code_that_holds_more_than_was_planned_is_refused(monkeypatch: pytest.Mo
     honest = inductor_blocks._Code.held_by
     monkeypatch.setattr(inductor_blocks._Code, "held_by", lambda *given: (honest(*given)[0], 1000))
     model = planner.auto_wrap(Stack(2), **grouped(activation_budget="100%", **ASK))
-    with pytest.raises(PlanMismatchError, match="holds more than was planned"):
+    with pytest.raises(PlanMismatchError, match="needs more than was planned"):
         model(rows())

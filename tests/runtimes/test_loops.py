@@ -244,7 +244,7 @@ def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str)
 
 def test_a_forward_called_by_itself_is_told_of() -> None:
     model = planner.auto_wrap(Stack(2), budget="1GiB", runtime="graph")
-    with pytest.warns(UserWarning, match=r"Stack\.forward\(\) is called by itself.*keeps no budget"):
+    with pytest.warns(UserWarning, match=r"Stack\.forward\(\) is called directly.*keeps no budget"):
         model.forward(rows())
     with warnings.catch_warnings(action="error"), torch.no_grad():
         model.forward(rows())

@@ -220,7 +220,7 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     assert_gradients(plain, wrapped)
 
 
-@pytest.mark.filterwarnings("ignore:.* in place of", "ignore:what .* depends on data")
+@pytest.mark.filterwarnings("ignore:.* instead of", "ignore:data decide what")
 @pytest.mark.parametrize("runtime", tiered(["modules", "auto"], quick=["modules"]))
 def test_a_frozen_model_runs_as_it_is_until_it_trains_again(runtime: str) -> None:
     model = Branching().requires_grad_(False)
@@ -334,7 +334,7 @@ def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() 
     assert_gradients(plain, wrapped)
 
 
-@pytest.mark.filterwarnings("ignore:what Sequential runs depends on data")
+@pytest.mark.filterwarnings("ignore:data decide what Sequential runs")
 def test_a_scripted_part_runs() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     model, x = nn.Sequential(perceptron(), scripted, perceptron()), rows()
@@ -486,12 +486,12 @@ def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
     model, x = nn.Sequential(*(Decaying() for _ in range(3))), rows()
     asked: dict[str, Any] = {"budget": planner.Budget(activations="100%"), "loss_fn": mean_square}
     is_captured = VERSION >= (2, 14)
-    said = r"other memory by \.data = \(.*test_modules.py:\d+\)"
+    said = r"new memory by \.data = \(.*test_modules.py:\d+\)"
     with nullcontext() if is_captured else pytest.raises(UnsupportedModelError, match=said):
         planner.plan(model, x, runtime="graph", **asked)
     plain = copy.deepcopy(model)
     planner.auto_wrap(model, runtime="modules" if is_captured else "auto", **asked)
-    said = "'modules' in place of 'graph'.* other memory"
+    said = "'modules' instead of 'graph'.* new memory"
     with nullcontext() if is_captured else pytest.warns(UserWarning, match=said):
         found = train(model, x, mean_square)
     assert_same(train(plain, x, mean_square), found)

@@ -192,7 +192,7 @@ def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch
     for _ in range(2):
         model(rows()).backward()
     with pytest.warns(
-        UserWarning, match=r"no longer so that len\(self\.sizes\) == 1 \(at test_numbers\.py:\d+ in forward"
+        UserWarning, match=r"no longer true that len\(self\.sizes\) == 1 \(at test_numbers\.py:\d+ in forward"
     ):
         model(rows()).backward()
 

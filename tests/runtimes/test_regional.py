@@ -34,12 +34,12 @@ def test_blocks_that_do_not_fit_the_mould_stay_eager() -> None:
 def test_blocks_that_fill_a_cache_are_refused_with_the_way_out() -> None:
     model = language_model(num_hidden_layers=2).train()
     ids = torch.randint(64, (2, 8))
-    with pytest.raises(UsageError, match=r"set model.config.use_cache = False .*, or take runtime='graph'"):
+    with pytest.raises(UsageError, match=r"set model.config.use_cache = False .*, or use runtime='graph'"):
         planner.plan(model, {"input_ids": ids, "labels": ids}, budget="90%", runtime="regional")
 
 
 def test_a_model_without_blocks_is_sent_elsewhere() -> None:
-    with pytest.raises(UsageError, match=r"has no repeated blocks.*take runtime='graph'"):
+    with pytest.raises(UsageError, match=r"has no repeated blocks.*use runtime='graph'"):
         plan(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), TABLE, "100%")
 
 

@@ -133,7 +133,7 @@ def test_the_number_of_captures_is_bounded() -> None:
         step(model, rows(count))  # one capture for the first, one for all others
     with pytest.raises(RuntimeUnsupportedError, match=r"captured 2 times.*Pass a tensor.*Runtime\(maximum_shapes="):
         model(rows(200), 0.25)
-    with pytest.raises(RuntimeUnsupportedError, match=r"no longer so that len\(args\) == 1"):
+    with pytest.raises(RuntimeUnsupportedError, match=r"no longer true that len\(args\) == 1"):
         model(rows(200), 0.125)
     step(model, rows(200))
     with torch.no_grad():

@@ -128,7 +128,7 @@ def test_label_smoothing_takes_the_logits(tmp_path: Path) -> None:
 
 
 def test_checkpointing_by_the_trainer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ask no trainer for checkpointing"):
+    with pytest.raises(UsageError, match="also in the trainer"):
         trainer(wrap(with_lora(llama()), "75%"), tmp_path, activation_checkpointing=True).train()
 
 

@@ -96,7 +96,7 @@ def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.Mon
     monkeypatch.setattr(runtimes.get("graph"), "plan", lambda *_, **__: dearer, raising=False)
     plan = planner.plan(model, **grouped(**asked))
     assert plan.runtime == "modules"
-    assert [w.rule for w in plan.warnings if "planned as captured" in w.evidence] == ["runtime"]
+    assert [w.rule for w in plan.warnings if "as captured the planned step" in w.evidence] == ["runtime"]
     planner.auto_wrap(model, budget=plan)
     model(x).backward()
 
@@ -118,7 +118,7 @@ def test_a_training_loop_takes_the_eager_step_once_the_captured_one_is_seen_to_b
         model(x).backward()
         assert planner.plan_of(model).runtime == ("modules" if step else "graph")
         assert planner.plan_of(model) is planner.plan_of(model)
-    assert any("planned as captured" in w.evidence for w in planner.plan_of(model).warnings)
+    assert any("as captured the planned step" in w.evidence for w in planner.plan_of(model).warnings)
 
 
 def fits_nowhere(*_: Any, **__: Any) -> Plan:
@@ -195,8 +195,8 @@ class OtherwiseWhenCaptured(OneLinear):
 
 def test_verify_sees_a_captured_step_that_is_not_eagers() -> None:
     model, x = OtherwiseWhenCaptured(64), torch.randn(32, 64)
-    with pytest.warns(UserWarning, match="asks whether it is compiled .* and is told yes"):
+    with pytest.warns(UserWarning, match="asks whether it is compiled .* The answer is yes"):
         plan = planner.plan(model, x, budget="100%", runtime="graph")
     found = planner.verify(model, x, plan, timed_steps=1)
     assert found.exact and not found.agrees  # the bits of the captured step, which is another one
-    assert "loss or outputs differ, held against the eager step" in found.differences
+    assert "loss or outputs differ, compared with the eager step" in found.differences

@@ -20,7 +20,7 @@ from planner.session import eager_study
 from tests.models import WIDTH, Stack, looked_at, rows
 from tests.tiers import tiered
 
-REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
+REFUSAL = "'chain-dp' decides on a whole graph, and the runtime 'modules' chooses modules by"
 MODULES: dict[str, Any] = {"runtime": "modules", "solver": "chain-dp"}
 
 
@@ -90,16 +90,16 @@ def note_of(plan: planner.Plan) -> str:
     return note.cause
 
 
-SAID = r"the solver 'chain-dp'.*is not asked"
+SAID = r"the solver 'chain-dp'.*is not used"
 
 
 def test_auto_says_where_it_cannot_be_asked() -> None:
-    with pytest.warns(UserWarning, match=rf"'modules' in place of 'graph'.*{SAID}"):
+    with pytest.warns(UserWarning, match=rf"'modules' instead of 'graph'.*{SAID}"):
         plan = planner.plan(Branching(), rows(), **grouped(activation_budget="75%", solver="chain-dp", compare=False))
     assert modules_of(plan) and re.search(SAID, note_of(plan))
     with pytest.warns(UserWarning) as said:
         plan = planner.plan(Branching(), rows(), **grouped(activation_budget="75%", compare=False))
-    assert not any("is not asked" in text for text in (note_of(plan), *(str(one.message) for one in said)))
+    assert not any("is not used" in text for text in (note_of(plan), *(str(one.message) for one in said)))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_solver_that_does_not_is_held_to_the_sum(monkeypatch: pytest.MonkeyPat
     solution = solvers.solve(problem, "sums-up")
     assert_same(solution, problem.evaluate(solution.schedule))
     monkeypatch.setattr(SumsUp, "too_much_seconds", 1e-3)
-    with pytest.raises(ClaimMismatchError, match="s of recompute and waiting, simulated are"):
+    with pytest.raises(ClaimMismatchError, match="s of recompute and waiting, but simulation"):
         solvers.solve(problem, "sums-up")
 
 

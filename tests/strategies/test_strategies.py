@@ -236,7 +236,7 @@ def test_what_does_not_apply_says_why() -> None:
         flat.strategy("pytorch-checkpoint")
     with pytest.raises(UsageError, match="cannot be cut"):
         flat.strategy("sqrt")
-    with pytest.raises(UsageError, match="chain has 4 blocks, and not 5"):
+    with pytest.raises(UsageError, match="chain has 4 blocks, too few for 5"):
         recomputed("checkpoint-sequential-5")
 
 

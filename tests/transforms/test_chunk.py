@@ -280,7 +280,7 @@ def test_a_step_in_chunks_can_be_studied(whole: Study, in_four: Study) -> None:
     assert in_four.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
     plan = in_four.plan(budget="90%", search=planner.Search(time_limit_seconds=0.2))
     assert chunks_of(plan.fingerprint) == 4 and planner.explain(plan).values
-    with pytest.raises(UsageError, match="in one number of chunks"):
+    with pytest.raises(UsageError, match="of one number of chunks"):
         planner.study(GPT(), tokens(), runtime=planner.Runtime(chunk="auto"))
 
 

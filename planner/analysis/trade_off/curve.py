@@ -153,7 +153,7 @@ class CurveSweep:
         """
         axes: dict[str, Any] = {}
         for name, wanted in sizes.items():
-            assert self.asked_bytes is not None, "sizes are asked with a budget"
+            assert self.asked_bytes is not None, "sizes need a budget"
             how: dict[str, Any] = {"study_at": partial(study_at, name), "offload": offload, "samples": samples}
             axes[f"{name}s"] = SizeSearch.along(name, wanted, self.asked_bytes, self.search, **how).run()
         return replace(self.curve(), **axes)
@@ -187,7 +187,7 @@ class CurveSweep:
             except InfeasibleBudgetError as error:
                 if error.is_proven and incumbent.schedule is not None:
                     raise ClaimMismatchError(
-                        f"no plan keeps {budget_bytes} bytes, says a solver, and one by {incumbent.solver!r} does; "
+                        f"no plan keeps {budget_bytes} bytes, says a solver, but one by {incumbent.solver!r} does; "
                         "please report this as a bug"
                     ) from error
                 if error.is_proven and self.is_in_one_order:

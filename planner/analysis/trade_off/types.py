@@ -17,13 +17,13 @@ class TradeOffPoint:
 
     budget_bytes: int
     predicted_peak_bytes: int | None = None
-    """The peak is that of the plan, None where there is none."""
+    """The plan's peak, None if there is no plan."""
     overhead: float | None = None
     """Time of recompute, and of waiting for transfers, over the step without them."""
     lower_bound_overhead: float | None = None
     """Proven: no plan within the budget has a smaller overhead."""
     solver: str = ""
-    """Who found the plan; it may have been found for a smaller budget."""
+    """The solver that found the plan, perhaps for a smaller budget."""
     status: str = "infeasible"
     """``"optimal"`` (the overhead equals the bound), ``"feasible"`` or ``"infeasible"``."""
     host_bytes: int = 0
@@ -38,14 +38,14 @@ class TradeOffCurve:
     device: str
     cost_model: str
     torch: str
-    """What the step is of."""
+    """Model, device, cost model and version of the step."""
     baseline_peak_bytes: int
     baseline_step_seconds: float
     """The step without recompute."""
     minimum_feasible_peak_bytes: int
     """Smallest budget for which a plan is known."""
     proven_minimum_peak_bytes: int
-    """No plan at all keeps a smaller one."""
+    """Proven: no plan keeps a smaller budget."""
     points: tuple[TradeOffPoint, ...]
     """From the smallest budget to the largest."""
     asked: TradeOffPoint | None = None
@@ -57,7 +57,7 @@ class TradeOffCurve:
     host_budget_bytes: int | None = None
     """What plans may offload to the host's memory; None where they offload nothing."""
     eager: EagerStep | None = None
-    """The model's own step, of whose peak percentages are, if it is known; overheads are over the captured one."""
+    """The model's own step, if it is known: percentages are of its peak, overheads are over the captured step."""
     batch_sizes: SizeAxis | None = None
     seq_lens: SizeAxis | None = None
     """Other sizes at the budget that was asked about."""

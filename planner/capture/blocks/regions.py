@@ -309,7 +309,7 @@ class Step:
         differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
         used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
         if blocks and not used:
-            raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
+            raise CaptureError(f"no backward of {next(iter(blocks))} or another captured module runs")
         return (recorder, used) if len(used) == len(blocks) else self.trace(used, loss, gradients, units, outputs)
 
     def _stand_in(self, block: Block, recorder: Recorder) -> _StandIn:
@@ -430,13 +430,13 @@ def _block(
     crossing = [n for n in (*raw, *joint.outputs[1]) if isinstance(n, fx.Node)]
     made_here = {v for o in lowered.graph.operations if o.target != GIVEN_TARGET for v in o.outputs}
     if any(len(lowered.storage_of[n]) != 1 or lowered.storage_of[n][0] not in made_here for n in crossing):
-        raise UnsupportedModelError(f"block {path} returns a view of what it is given")
+        raise UnsupportedModelError(f"block {path} returns a view of an input")
     if any(not isinstance(place, int) for node, place in zip(joint.placeholders, places, strict=True) if node in given):
-        raise UnsupportedModelError(f"block {path} reads a tensor that is neither its own nor given to it")
+        raise UnsupportedModelError(f"block {path} reads a tensor that is neither its own nor an input")
     if not all(map(_is_plain, leaves_of(outputs))):
-        raise UnsupportedModelError(f"block {path} returns an object that may hold tensors")
+        raise UnsupportedModelError(f"block {path} returns an object that may contain tensors")
     if any(written in given for node in joint.graph.nodes for written in written_by(node)):
-        raise UnsupportedModelError(f"block {path} overwrites what it is given")
+        raise UnsupportedModelError(f"block {path} writes into an input")
     return Block(path, lowered, places, given, raw, outputs, inputs)
 
 

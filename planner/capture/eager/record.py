@@ -81,12 +81,12 @@ class _Recording:
             if is_fake(model) or not may_run:
                 hint = ""
                 if units_of(model):
-                    hint = "; a sharded model is recorded without data, so what runs may not depend on them"
+                    hint = "; a sharded model is recorded without data, so what it runs may not depend on data"
                 elif is_fake(model):
                     hint = "; if it depends on data, build the model for real"
                 raise CaptureError(self._failed(error) + hint) from error
         if not may_run:
-            raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
+            raise CaptureError(f"how much the kernels of {type(model).__name__} save is known only when they run")
         with failing_as(lambda error: ForwardError(self._failed(error))):
             return replace(self._recorded(real=True).trace, depends_on_data=depends_on_data)
 

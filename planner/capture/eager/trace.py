@@ -29,9 +29,9 @@ from planner.capture.trees import sparse_in, tensors_in
 from planner.errors import UsageError
 
 _CHECKPOINTS_ITSELF = (
-    "the model calls torch.utils.checkpoint itself, at {}; under the runtime 'modules' the plan decides what runs "
-    "again: call there what is checkpointed, as block(x) in place of checkpoint(block, x), or plan for the runtime "
-    "'graph', which captures through such calls and decides in their place"
+    "the model calls torch.utils.checkpoint itself, at {}; under the runtime 'modules' the plan decides what is "
+    "recomputed: call block(x) there instead of checkpoint(block, x), or plan for the runtime 'graph', which captures "
+    "through such calls and replaces them"
 )
 
 _RECORD = os.path.join(os.path.dirname(__file__), "record.py")
