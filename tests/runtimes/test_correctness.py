@@ -405,13 +405,6 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
-def test_full_backward_hooks_are_refused() -> None:
-    model = CASES["plain"]()
-    model.blocks[1].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(RuntimeUnsupportedError, match=r"blocks\.1"):
-        planner.plan(model, data(), **grouped(activation_budget="70%", runtime="graph", time_limit_seconds=1.0))
-
-
 def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
     eager, model, state = plain_and_wrapped(CASES["native dropout"], "60%")
     start_again(eager, state)

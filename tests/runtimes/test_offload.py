@@ -56,9 +56,8 @@ def chain() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
 
 
 def posed(share: float, host: Host = LINK, seed: int | None = None) -> Problem:
-    graph, costs = chain() if seed is None else random_graph(seed, plain=seed % 2 == 0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=host)
-    return replace(problem, budget_bytes=int(share * problem.baseline.peak_bytes))
+    step = chain() if seed is None else random_graph(seed, plain=seed % 2 == 0)
+    return replace(problem_at(step, share), host=host)
 
 
 def posed_by(seed: int) -> Problem:
