@@ -29,11 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 X = (16, 8)
 
 
-def four_layers() -> nn.Module:
-    return nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-
-class Routed(Layers, router=models.linear(8, 4, bias=False), experts=four_layers):
+class Routed(Layers, router=models.linear(8, 4, bias=False), experts=lambda: nn.ModuleList(linear() for _ in range(4))):
     """The weighted sum of two of four layers, all of which see every row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ Left = dict[str, torch.Tensor | None]
 def step(model: nn.Module, x: Any, loss_fn: LossFunction | None = None, seed: int = 7) -> torch.Tensor:
     """Train one step, with the same random numbers every time, and give its loss."""
     torch.manual_seed(seed)
-    output = model(*x) if isinstance(x, tuple) else model(x)
+    output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
     loss: torch.Tensor = loss_fn(output) if loss_fn else output
     loss.backward()
     return loss.detach()
