@@ -38,6 +38,13 @@ def perceptron(
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), *between, nn.Linear(hidden, width))
 
 
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Let every dropout of a model drop so much."""
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = probability
+
+
 class Layers(nn.Module):
     """Layers, each made by what its class names it with, and what a test gives beside: its forward uses both."""
 

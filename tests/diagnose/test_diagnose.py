@@ -104,12 +104,6 @@ def sharded(*, checkpointed: bool) -> nn.Module:
     return model
 
 
-def wrapper_around(module: nn.Module) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    return checkpoint_wrapper(module)
-
-
 @pytest.fixture(autouse=True)
 def _no_process_group_is_left() -> Iterator[None]:
     yield
@@ -228,7 +222,9 @@ def test_the_switch_of_hugging_face_is_seen_through():
 
 
 def test_a_plan_warns_of_a_models_own_checkpointing():
-    warned = planner.plan(Trained(linear(), wrapper_around(linear())), torch.randn(X), budget="100%").warnings
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    warned = planner.plan(Trained(linear(), checkpoint_wrapper(linear())), torch.randn(X), budget="100%").warnings
     assert [finding.rule for finding in warned] == ["eager-unknown", "checkpointing-already-on"]
     assert warned[1].evidence.startswith("1; ")
     assert planner.plan(Trained(linear(), linear()), torch.randn(X), budget="100%").warnings == ()

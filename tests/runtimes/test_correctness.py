@@ -309,14 +309,15 @@ def test_loops(loop: Step, case: str) -> None:
     assert_exact((lambda: CASES[case]()) if alone else CASES[case], loop)
 
 
-class TwoHeads(nn.Module):
+class TwoHeads(
+    Layers,
+    body=lambda: nn.Sequential(*(BLOCKS["native dropout"]() for _ in range(2))),
+    left=linear(WIDTH, 4),
+    right=linear(WIDTH, 4),
+):
     """A body with two heads, whose outputs a loss may or may not use."""
 
-    def __init__(self, scalar: bool = False) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(BLOCKS["native dropout"]() for _ in range(2)))
-        self.left, self.right = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-        self.scalar = scalar
+    scalar = False
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.body(x)
@@ -346,7 +347,7 @@ def test_each_output_of_a_kept_graph_has_a_backward_of_its_own() -> None:
         outputs["right"].square().mean().backward()
         return list(outputs.values())
 
-    assert_exact(lambda: TwoHeads(scalar=False), step)
+    assert_exact(TwoHeads, step)
 
 
 class Alike(Layers, body=wide, norm=lambda: nn.LayerNorm(WIDTH)):

@@ -39,7 +39,7 @@ from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import by_reads, transformer
-from tests.models import Stack, perceptron, rows
+from tests.models import Layers, Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan, printed, problem_at, without_recompute
@@ -256,18 +256,13 @@ def perceptrons() -> Stack:
     return Stack(block=lambda: torch.nn.Sequential(perceptron(128), torch.nn.Dropout(0.2)))
 
 
-class ChannelsLast(torch.nn.Module):
-    """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
+def convolutions() -> torch.nn.Module:
+    parts = ((torch.nn.Conv2d(n, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU()) for n in (3, 16, 16))
+    return torch.nn.Sequential(*(torch.nn.Sequential(*part) for part in parts))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            *(
-                layer
-                for channels in (3, 16, 16)
-                for layer in (torch.nn.Conv2d(channels, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU())
-            )
-        )
+
+class ChannelsLast(Layers, layers=convolutions):
+    """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()
