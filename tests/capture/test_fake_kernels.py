@@ -18,14 +18,7 @@ from planner.capture.joint_capture import capture
 from planner.ir.static_memory import LossMemory
 from planner.rewrite.graphs import _group_norm_backward as group_norm_backward
 from tests.models import Layers, linear
-from tests.runtimes.steps import (
-    assert_same,
-    beside,
-    measured_bytes,
-    train,
-    verified,
-    wrap_and_hold_under_autocast,
-)
+from tests.runtimes.steps import assert_same, beside, measured_bytes, train, verified, wrap_and_hold_under_autocast
 from tests.tiers import tiered
 
 

@@ -35,18 +35,7 @@ from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
 from tests import models
-from tests.models import (
-    WIDTH,
-    Convolutions,
-    Layers,
-    OneLinear,
-    images,
-    linear,
-    looked_at,
-    mean_square,
-    perceptron,
-    rows,
-)
+from tests.models import WIDTH, Convolutions, Layers, OneLinear, linear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, measured_bytes, train
 from tests.tiers import tiered
 
@@ -134,7 +123,7 @@ def choices(variants: Sequence[Region]) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), images(2, size=8))])
+@pytest.mark.parametrize(("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), models.images(2, size=8))])
 def test_the_choice_is_the_best_of_all(model: nn.Module, x: torch.Tensor) -> None:
     problem, regions = problem_of(model, x)
     variants = variants_of(regions, problem.graph, problem.costs)

@@ -35,22 +35,17 @@ def on_h100(graph: TrainingGraph = GRAPH, costs: tuple[OperationCost, ...] = COS
 # Blocks of four operations: 4i to 4i+3 is block i, and ``backward(i)`` the first of its backward.
 
 
-def chain(
-    blocks: int = 4, *, norm: str = "native_layer_norm", last_workspace: int = 0, head_gradient: int = 0
-) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+def chain(blocks: int = 4) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
     b, unit = Builder(), 64
     x = b.add("given", [], [0], seconds=0.0, recomputable=False, module="")[0]
     made = []
     for i in range(blocks):
-        workspace = last_workspace * unit if i == blocks - 1 else 0
-        n = b.add(f"aten.{norm}.default", [x], [unit], module=f"h.{i}.norm")[0]
-        u = b.add("aten.mm.default", [n], [4 * unit], module=f"h.{i}.up", workspace=workspace)[0]
+        n = b.add("aten.native_layer_norm.default", [x], [unit], module=f"h.{i}.norm")[0]
+        u = b.add("aten.mm.default", [n], [4 * unit], module=f"h.{i}.up")[0]
         g = b.add("aten.gelu.default", [u], [4 * unit], module=f"h.{i}.act")[0]
         made.append((x, n, u, g))
         x = b.add("aten.mm.default", [g], [unit], module=f"h.{i}.down")[0]
     d = b.add("tangent", [x], [unit], phase=Phase.LOSS, kind="tangent", retained=True, seconds=0.0)[0]
-    if head_gradient:
-        b.add("aten.mm.default", [d], [head_gradient * unit], module="head", phase=Phase.BACKWARD, retained=True)
     for i in reversed(range(blocks)):
         for target, module, saved, size in (
             ("mm", "down", made[i][3], 4),
@@ -71,12 +66,8 @@ def forward(block: int, *which: int) -> tuple[int, ...]:
     return tuple(1 + 4 * block + index for index in which)
 
 
-def recomputed(name: str, graph: TrainingGraph | None = None, **kind: str) -> dict[int, tuple[int, ...]]:
-    costs: tuple[OperationCost, ...] = ()
-    if graph is None:
-        graph, costs = chain(**kind)  # type: ignore[arg-type]
-    return strategies.schedule(name, graph, costs or tuple(OperationCost(seconds=1.0) for _ in graph.operations)
-                               ).recomputations()  # fmt: skip
+def recomputed(name: str) -> dict[int, tuple[int, ...]]:
+    return strategies.schedule(name, *chain()).recomputations()
 
 
 ALL = range(4)
