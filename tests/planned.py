@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.analysis.study import Study
 from planner.common.options import Budget, Search, flat_name, picked
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
@@ -38,6 +39,12 @@ def make_plan(
     assert asked.keys() <= {flat_name(option) for kind in (Budget, Search) for option in fields(kind)}
     problem = planning.make_problem(graph, costs, budget, host=host)
     return planning.make_plan(problem, search, origin=origin, static_memory=static_memory)
+
+
+def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:
+    """Return what a capture would."""
+    origin = PlanOrigin(device="toy-device", cost_model="roofline", torch_version="2.13.0")
+    return Study(graph=graph, costs=costs, origin=origin, static_memory=StaticMemory(**static_memory))
 
 
 def problem_at(step: tuple[TrainingGraph, tuple[OperationCost, ...]], share: float) -> Problem:

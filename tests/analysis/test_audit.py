@@ -19,26 +19,15 @@ from planner.common.options import Search
 from planner.errors import UsageError
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
-from planner.plans.plan import NoPlanFitsError, PlanOrigin
+from planner.plans.plan import NoPlanFitsError
 from planner.report.comparisons import render_audit
 from tests.example_graphs import transformer
-from tests.planned import printed
+from tests.planned import printed, study_of
 from tests.strategies.test_strategies import FACTORY
 
 GRAPH, COSTS = transformer(4)
 STATIC = GRAPH.total_static_bytes
-
-
-def study_of(graph: Any = GRAPH, costs: Any = COSTS, **around: Any) -> Study:
-    fingerprint: dict[str, str | int] = {"model": "toys.Toy", "parameters": 1, "graph": "a"}
-    return Study(
-        graph=graph,
-        costs=costs,
-        origin=PlanOrigin(fingerprint=fingerprint),
-        static_memory=StaticMemory(**around),
-    )
 
 
 def audited(study: Study, current: Any, budget: Any = None, **search: Any) -> Audit:
@@ -55,7 +44,7 @@ def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
     assert schedule is not None
     found = simulate(GRAPH, COSTS, schedule)
     step_seconds = found.seconds - found.recompute_seconds
-    audit = audited(study_of(), current, budget="75%", time_limit_seconds=1.0)
+    audit = audited(study_of(GRAPH, COSTS), current, budget="75%", time_limit_seconds=1.0)
     assert audit.now.peak_bytes == found.peak_bytes + STATIC
     assert audit.now.overhead == pytest.approx(found.recompute_seconds / step_seconds)
     best = simulate(GRAPH, COSTS, audit.best.schedule_for(GRAPH))
@@ -67,7 +56,7 @@ def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
 
 
 def test_the_verdict() -> None:
-    audit = audited(study_of(), "every-layer", time_limit_seconds=1.0)
+    audit = audited(study_of(GRAPH, COSTS), "every-layer", time_limit_seconds=1.0)
     first = answer(audit).splitlines()[0]
     percent = r"\+(\d+\.\d)%"
     found = re.fullmatch(
@@ -83,27 +72,27 @@ def test_the_verdict() -> None:
 
 
 def test_the_verdict_at_a_budget() -> None:
-    none = audited(study_of(), "none", budget="75%", time_limit_seconds=1.0)
+    none = audited(study_of(GRAPH, COSTS), "none", budget="75%", time_limit_seconds=1.0)
     assert re.match(r"you pay nothing; it does not fit .* MiB, where \+\d", answer(none))
-    roomy = audited(study_of(), "none", budget="100%", time_limit_seconds=1.0)
+    roomy = audited(study_of(GRAPH, COSTS), "none", budget="100%", time_limit_seconds=1.0)
     assert "it fits" in answer(roomy) and "where nothing better is known" in answer(roomy)
-    tight = audited(study_of(), "every-layer", budget="38%", time_limit_seconds=1.0)
+    tight = audited(study_of(GRAPH, COSTS), "every-layer", budget="38%", time_limit_seconds=1.0)
     assert tight.no_plan_fits is not None and "and no plan is known that does" in answer(tight)
     assert tight.report()["budget"]["no_plan_fits"]["status"] == "infeasible"
-    unproven = audited(study_of(), "every-layer", solver="sqrt")
+    unproven = audited(study_of(GRAPH, COSTS), "every-layer", solver="sqrt")
     assert "no lower bound proven" in answer(unproven)
 
 
 def test_where_a_solver_finds_nothing_better_the_set_up_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     error = NoPlanFitsError("", report={}, minimum_feasible_peak_bytes=0, operation="")
     monkeypatch.setattr(Study, "plan", Mock(side_effect=error))
-    audit = audited(study_of(), "every-2")
+    audit = audited(study_of(GRAPH, COSTS), "every-2")
     assert audit.best.recompute_seconds == audit.now.recompute_seconds > 0
     assert "nothing better is known at the same peak" in answer(audit)
 
 
 def test_the_optimizers_step_counts() -> None:
-    audit = audited(study_of(optimizer_step_bytes=2**28), "every-layer", time_limit_seconds=1.0)
+    audit = audited(study_of(GRAPH, COSTS, optimizer_step_bytes=2**28), "every-layer", time_limit_seconds=1.0)
     assert audit.now.whole_step_peak_bytes == audit.now.optimizer_peak_bytes > audit.now.peak_bytes
     assert audit.best.budget_bytes == audit.now.optimizer_peak_bytes and audit.best.overhead == 0
 

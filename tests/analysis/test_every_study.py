@@ -40,6 +40,7 @@ def test_what_is_misspelt_is_refused(runtime: str) -> None:
     [
         ({"strategy": "every-2", "offload": True}, "leave offload out"),
         ({"strategy": "evry-2"}, "did you mean 'every-N'"),
+        ({}, "give one budget"),
         ({"budget": "90%", "solver": "chian-dp"}, "did you mean 'chain-dp'"),
     ],
 )

@@ -296,13 +296,9 @@ def test_what_recompute_starts_from_is_said() -> None:
     assert [row.module for row in sources] == ["transformer.h.1.attn.c_proj"]
 
 
-def offloading_plan() -> Plan:
-    host = Host(bytes_per_second=2e9, budget_bytes=2**30)
-    return make_plan(GRAPH, COSTS, activation_budget="45%", host=host, time_limit_seconds=2)
-
-
 def test_what_waits_on_the_host_is_said() -> None:
-    plan = offloading_plan()
+    host = Host(bytes_per_second=2e9, budget_bytes=2**30)
+    plan = make_plan(GRAPH, COSTS, activation_budget="45%", host=host, time_limit_seconds=2)
     assert plan.values is not None and plan.offloading is not None
     away = {(value.operation, value.output): value for value in plan.offloading.values}
     rows = {(row.operation, row.output): row for row in plan.values.rows}
@@ -351,9 +347,7 @@ def test_the_command(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[s
     plan.save(path)
     assert cli.main(["explain", str(path), "transformer.h.1"]) == 0
     output = capsys.readouterr().out
-    assert output == printed(render_explanation, explain(plan, "transformer.h.1")) or output.startswith(
-        "transformer.h.1 keeps "
-    )
+    assert output.startswith("transformer.h.1 keeps ")
     assert cli.main(["explain", str(path)]) == 0
     assert "smaller values are not shown" in capsys.readouterr().out
     assert cli.main(["explain", str(path), "--all"]) == 0

@@ -25,26 +25,18 @@ from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_
 from planner.common.limits import Clock
 from planner.common.options import Offload, Search
 from planner.errors import ClaimMismatchError, UsageError
-from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import cheapest_within
-from planner.plans.plan import NoPlanFitsError, PlanOrigin
+from planner.plans.plan import NoPlanFitsError
 from planner.report.what_if import render as render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
 from tests.orders import branches
-from tests.planned import printed, without_recompute
+from tests.planned import printed, study_of, without_recompute
 
 QUICK = Search(time_limit_seconds=0.5, deterministic=True)
-
-
-def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:
-    """Return what a capture would."""
-    origin = PlanOrigin(device="toy-device", cost_model="roofline", torch_version="2.13.0")
-    return Study(graph=graph, costs=costs, origin=origin, static_memory=StaticMemory(**static_memory))
 
 
 def traced(study: Study, solver: str = "auto", **options: Any) -> CurveSweep:

@@ -81,8 +81,7 @@ def test_it_does_what_it_does_in_eager(ask: Callable[..., torch.Tensor]) -> None
     plain, wrapped = beside(Asks(ask=ask), **GRAPH)
     for masked in (0, 2, 0):
         given = batch(masked)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert_same(train(plain, given), train(wrapped, given))
 
 
@@ -110,6 +109,5 @@ def test_a_loop_that_would_be_too_long_is_told_yes(monkeypatch: pytest.MonkeyPat
 def test_without_data_nobody_can_look_and_nobody_is_warned() -> None:
     with FakeTensorMode():
         model, given = Asks(ask=looks), batch(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         capture(model, Inputs(given, {}))

@@ -20,9 +20,7 @@ from planner.ir.graph import LOSS_NAME, named_by
 from tests.runtimes.steps import assert_gradients, measured_bytes, step
 from tests.tiers import tiered
 
-BESIDE = {
-    *("detach.default", "ones_like.default", "_unsafe_view.default", "lift_fresh_copy.default"),
-}
+BESIDE = {"detach.default", "ones_like.default", "_unsafe_view.default", "lift_fresh_copy.default"}
 """What autograd adds, views and constants."""
 
 LINES, IMAGES, VOLUMES = (2, 16, 300), (2, 16, 24, 20), (2, 16, 8, 10, 12)

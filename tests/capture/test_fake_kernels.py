@@ -18,14 +18,7 @@ from planner.capture.joint_capture import capture
 from planner.ir.static_memory import LossMemory
 from planner.rewrite.graphs import _group_norm_backward as group_norm_backward
 from tests.models import Layers, linear
-from tests.runtimes.steps import (
-    assert_same,
-    beside,
-    measured_bytes,
-    train,
-    verified,
-    wrap_and_hold_under_autocast,
-)
+from tests.runtimes.steps import assert_same, beside, measured_bytes, train, verified, wrap_and_hold_under_autocast
 from tests.tiers import tiered
 
 
@@ -90,13 +83,12 @@ def test_a_gradient_of_another_layout_is_copied_in_the_step() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-class TurnedGradients(nn.Module):
-    """Gradients of several sizes that come turned around, and one that two parameters get."""
+def weight(rows: int = 64) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, 64))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.ParameterList(nn.Parameter(torch.randn(rows, 64)) for rows in (64, 128, 192))
-        self.left, self.right = (nn.Parameter(torch.randn(64, 64)) for _ in "lr")
+
+class TurnedGradients(Layers, turned=lambda: nn.ParameterList(map(weight, (64, 128, 192))), left=weight, right=weight):
+    """Gradients of several sizes that come turned around, and one that two parameters get."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         copies = [weight.t().clone(memory_format=torch.contiguous_format).sin() for weight in self.turned]

@@ -13,6 +13,7 @@ import planner
 from planner.common.options import grouped
 from planner.errors import CaptureError
 from tests.models import Stack, rows
+from tests.runtimes.steps import beside
 from tests.tiers import tiered
 
 BUDGET = {"budget": "100%", "time_limit_seconds": 0.5}
@@ -47,12 +48,11 @@ def steps(model: nn.Module) -> list[float]:
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
 @pytest.mark.parametrize("use", tiered(OF_DRAWN, quick=("a slice",)))
 def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
-    plain, model = Drawing(use=OF_DRAWN[use]), Drawing(use=OF_DRAWN[use])
-    model.load_state_dict(plain.state_dict())
+    model = Drawing(use=OF_DRAWN[use])
     with pytest.raises(CaptureError, match=r"that it draws|depends on data|known only when") as refused:
         planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET))
     assert "SymInt" not in str(refused.value) and "u0" not in str(refused.value)
-    planner.auto_wrap(model, **grouped(**BUDGET))
+    plain, model = beside(model, **BUDGET)
     assert steps(model) == steps(plain)
 
 

@@ -13,6 +13,7 @@ from planner.capture.inputs import Inputs, placed
 from planner.common.options import grouped
 from planner.plans.plan import Plan
 from tests.models import SEQUENCES, Transformer
+from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
 OPTIONS: dict[str, Any] = {"budget": "80%", "deterministic": True, "time_limit_seconds": 0.5, "cost_model": "roofline"}
@@ -38,11 +39,7 @@ def test_wrapped_there_and_allocated_later_it_trains_as_it_would(runtime: str) -
     planner.auto_wrap(model, SEQUENCES, **grouped(runtime=runtime, **OPTIONS))
     plan = planner.plan_of(model)
     model.to_empty(device="cpu").load_state_dict(plain.state_dict())
-    for either in (model, plain):
-        torch.manual_seed(0)
-        either(SEQUENCES).backward()
-    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(own.grad, expected.grad), name
+    assert_same(train(plain, SEQUENCES), train(model, SEQUENCES))
     assert planner.plan_of(model).recomputations == plan.recomputations != {}
 
 

@@ -219,12 +219,9 @@ def test_a_tied_table_is_summed_in_place_only_where_the_whole_step_is_one_graph(
 
 def at_sum_bytes(graph: TrainingGraph, size_bytes: int) -> int:
     """Return what the step holds during the first sum of gradients of a size."""
-    sums = (i for i, o in enumerate(graph.operations) if is_sum(o) and reads_twice(graph, o, size_bytes))
+    read = [[graph.values[value].size_bytes for value in operation.inputs] for operation in graph.operations]
+    sums = (i for i, o in enumerate(graph.operations) if is_sum(o) and read[i].count(size_bytes) == 2)
     return kept(graph).timeline_bytes[next(sums)]
-
-
-def reads_twice(graph: TrainingGraph, operation: Operation, size_bytes: int) -> bool:
-    return [graph.values[value].size_bytes for value in operation.inputs].count(size_bytes) == 2
 
 
 def test_dropout_is_one_operation_in_a_graph_and_four_in_eager_on_a_cpu() -> None:
@@ -260,16 +257,9 @@ class Tail(Stack):
         return sum((use(wide).sum() for use in self.uses), start=torch.zeros(()))
 
 
-def flipped(wide: torch.Tensor) -> torch.Tensor:
-    return wide.flip(0)
-
-
-def rolled(wide: torch.Tensor) -> torch.Tensor:
-    return wide.roll(1, 0)
-
-
 def test_gradients_are_summed_in_place_around_blocks_where_autograd_does_so() -> None:
-    model, x = Tail(torch.neg, flipped, rolled), torch.randn(TAIL_ROWS, WIDTH)
+    model = Tail(torch.neg, lambda wide: wide.flip(0), lambda wide: wide.roll(1, 0))
+    x = torch.randn(TAIL_ROWS, WIDTH)
     ways = three_ways(model, x)
     wide_bytes = TAIL_ROWS * WIDTH * TAIL_WIDTH * 4
     captured, recorded, blocks = (at_sum_bytes(graph, wide_bytes) for graph in ways.all())
@@ -281,10 +271,7 @@ def test_gradients_are_summed_in_place_around_blocks_where_autograd_does_so() ->
 
 
 def test_a_number_that_eager_multiplies_by_is_kept_only_in_a_recorded_step() -> None:
-    def doubled(wide: torch.Tensor) -> torch.Tensor:
-        return wide * 2.0
-
-    ways = three_ways(Tail(doubled, doubled, doubled), torch.randn(TAIL_ROWS, WIDTH))
+    ways = three_ways(Tail(*(lambda wide: wide * 2.0,) * 3), torch.randn(TAIL_ROWS, WIDTH))
     assert peak_bytes(ways.recorded) - peak_bytes(ways.blocks) == 3 * 64  # of 8 bytes each, rounded up
 
 

@@ -230,21 +230,6 @@ def test_version(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.__version__ in capsys.readouterr().out
 
 
-def test_the_report_as_page(run: Any, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    assert run("plan", "minigpt", "--budget", "80%", "--html", str(page)).code == 0
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    nowhere = str(tmp_path / "missing" / "file")
-    run("plan", "minigpt", "--budget", "80%", "--html", nowhere).assert_error(2, "cannot write")
-
-
-def test_a_truncated_plan_file(run: Any, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    assert run(*PLAN, "--budget", "65%", "--save", str(path)).code == 0
-    path.write_text(path.read_text()[:1000])
-    run("verify", "minigpt", "--plan", str(path)).assert_error(2, str(path), "not a whole plan")
-
-
 def test_verify(run: Any, api: FakeApi, tmp_path: Path) -> None:
     found = run("verify", "minigpt", "--budget", "65%", "--solver", "sqrt")
     assert found.code == 0 and "gradients equal" in found.out

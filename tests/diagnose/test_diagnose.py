@@ -29,11 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 X = (16, 8)
 
 
-def four_layers() -> nn.Module:
-    return nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-
-class Routed(Layers, router=models.linear(8, 4, bias=False), experts=four_layers):
+class Routed(Layers, router=models.linear(8, 4, bias=False), experts=lambda: nn.ModuleList(linear() for _ in range(4))):
     """The weighted sum of two of four layers, all of which see every row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,12 +102,6 @@ def sharded(*, checkpointed: bool) -> nn.Module:
     unit = model[0].inner if checkpointed else model[0]
     fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
     return model
-
-
-def wrapper_around(module: nn.Module) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    return checkpoint_wrapper(module)
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +222,9 @@ def test_the_switch_of_hugging_face_is_seen_through():
 
 
 def test_a_plan_warns_of_a_models_own_checkpointing():
-    warned = planner.plan(Trained(linear(), wrapper_around(linear())), torch.randn(X), budget="100%").warnings
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    warned = planner.plan(Trained(linear(), checkpoint_wrapper(linear())), torch.randn(X), budget="100%").warnings
     assert [finding.rule for finding in warned] == ["eager-unknown", "checkpointing-already-on"]
     assert warned[1].evidence.startswith("1; ")
     assert planner.plan(Trained(linear(), linear()), torch.randn(X), budget="100%").warnings == ()

@@ -38,6 +38,7 @@ from planner.plans.module_choices import modules_of
 from planner.plans.plan import PlanOrigin
 from planner.zoo.modules import MiniGPT
 from tests.example_graphs import Builder, transformer
+from tests.runtimes.steps import Left, assert_same, train
 from tests.tiers import tiered
 
 TARGETS = {"accelerate", "fsdp", "huggingface"}
@@ -255,24 +256,9 @@ def exported(recorded: Study) -> dict[str, Export]:
     return {to: planner.export(plan, to=to, study=recorded) for to in NAMING}
 
 
-def step(model: nn.Module, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run a step with the same random numbers each time, and give loss and gradients."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    given = Inputs.of(inputs)
-    outputs = run_step(lambda: model(*given.args, **given.kwargs), None)
-    loss = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
-    names = (name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters())
-    return loss.detach(), dict(
-        zip(names, [p.grad.clone() for p in model.parameters() if p.grad is not None], strict=True)
-    )
-
-
-def assert_same_bits(model: nn.Module, checkpointed: nn.Module, inputs: Any) -> None:
-    (loss, gradients), (other, others) = step(model, inputs), step(checkpointed, inputs)
-    assert torch.equal(loss, other) and gradients.keys() == others.keys()
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, others[name]), name
+def left_by(model: nn.Module, inputs: Any) -> Left:
+    left = train(model, inputs, (lambda outputs: outputs.loss) if isinstance(inputs, dict) else None)
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in left.items()}
 
 
 def runs_of(model: nn.Module, inputs: Any) -> Counter[str]:
@@ -283,7 +269,7 @@ def runs_of(model: nn.Module, inputs: Any) -> Counter[str]:
         for name, module in ((n.replace("._checkpoint_wrapped_module", ""), m) for n, m in model.named_modules())
         if not list(module.children())
     ]
-    step(model, inputs)
+    left_by(model, inputs)
     for hook in hooks:
         hook.remove()
     return seen
@@ -300,8 +286,8 @@ def assert_runs_again(model: nn.Module, checkpointed: nn.Module, inputs: Any, mo
 def assert_peak(made: Export, model: nn.Module, inputs: Any, tolerance: float = 0.001) -> None:
     """Hold the predicted peak against that of a real step."""
     assert made.predicted is not None
-    step(model, inputs)
-    model.zero_grad(set_to_none=True)
+    left_by(model, inputs)
+    model.zero_grad()
     given = Inputs.of(inputs)
     resident = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers(), *given.tensors())}
     resident_bytes = sum(t.untyped_storage().nbytes() for t in resident.values())
@@ -323,7 +309,7 @@ def test_named_modules_are_checkpointed_and_bits_stay(to: str, exported: dict[st
         assert accelerate.FullyShardedDataParallelPlugin(**names["FSDP_OPTIONS"]).activation_checkpointing is False
         checkpointed = accelerate.Accelerator(cpu=True).prepare(checkpointed)
     assert list(checkpointed.state_dict()) == list(model.state_dict())
-    assert_same_bits(model, checkpointed, inputs)
+    assert_same(left_by(model, inputs), left_by(checkpointed, inputs))
     assert_runs_again(model, checkpointed, inputs, made.modules)
     assert_peak(made, checkpointed, inputs)
 
@@ -350,7 +336,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     ]
     assert flagged == list(made.modules)
     assert checkpointed.is_activation_checkpointing
-    assert_same_bits(model, checkpointed, inputs)
+    assert_same(left_by(model, inputs), left_by(checkpointed, inputs))
     assert_runs_again(model, checkpointed, inputs, made.modules)
     assert_peak(made, checkpointed, inputs)
 
@@ -384,7 +370,7 @@ def test_a_plan_of_modules_is_carried_over_exactly_with_its_peak(tmp_path: Path,
     made = planner.export(plan, to="fsdp")
     assert made.label is Label.EXACT and set(made.modules) == set(modules_of(plan)) and made.predicted == made.plan
     checkpointed = run(made)["checkpoint_modules"](copy.deepcopy(model))
-    assert_same_bits(model, checkpointed, inputs)
+    assert_same(left_by(model, inputs), left_by(checkpointed, inputs))
     assert_peak(made, checkpointed, inputs)
     assert selective.kept and not plan.kept
     made = planner.export(selective, to="fsdp", study=recorded)

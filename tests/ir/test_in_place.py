@@ -107,10 +107,10 @@ def test_nothing_is_written_over_that_somebody_needs(seed: int) -> None:
     assert sorted(part for parts in found.parts for part in parts) == list(range(len(graph.operations)))
 
 
-def backward(other_bytes: int, *, made_before: bool) -> InPlace:
+def backward(other_bytes: int, *, made_before: bool, given_bytes: int = 64) -> InPlace:
     """Return a backward whose second operation may write over the first one's result, and reads something else."""
     b = Builder()
-    (x,) = b.add("given", [], [64], recomputable=False)
+    (x,) = b.add("given", [], [given_bytes], recomputable=False)
     (other,) = b.add("wide", [x], [other_bytes])
     b.add("loss", [x], [64], phase=Phase.LOSS, recomputable=False)
     if made_before:
@@ -123,14 +123,8 @@ def backward(other_bytes: int, *, made_before: bool) -> InPlace:
 
 def test_operations_are_joined_where_that_needs_no_more_than_both_in_turn() -> None:
     assert backward(640, made_before=False).over, "640 bytes of each are needed by the activation anyway"
-    b = Builder()
-    (x,) = b.add("given", [], [6400], recomputable=False)
-    (other,) = b.add("wide", [x], [6400])
-    b.add("loss", [x], [64], phase=Phase.LOSS, recomputable=False)
-    (g,) = b.add("product", [x], [640], phase=Phase.BACKWARD)
-    b.add("activation", [g, other], [640], phase=Phase.BACKWARD)
-    graph = TrainingGraph(operations=tuple(b.operations), values=tuple(b.values))
-    assert not joined(graph, {4: (g,)}, b.costs).over, "what is made again in between would be there before"
+    between = backward(6400, made_before=False, given_bytes=6400)
+    assert not between.over, "what is made again in between would be there before"
 
 
 def test_what_the_backward_has_made_waits_there_anyway() -> None:

@@ -14,6 +14,7 @@ from planner.ir.order import check_order, in_own_order, moved, needed, order_of,
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
 from tests.orders import any_order, branches
+from tests.planned import problem_at
 
 
 @given(st.randoms(use_true_random=False))
@@ -35,9 +36,8 @@ def test_the_captured_order_moves_nothing() -> None:
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
 def test_bytes_are_those_of_the_schedule_however_its_operations_are_numbered(rng: random.Random) -> None:
-    graph, costs = branches()
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    order = any_order(graph, rng)
+    problem = problem_at(branches(), 0)
+    graph, order = problem.graph, any_order(problem.graph, rng)
     other = reordered(problem, order)
     dropped = [u for u, maker in enumerate(other.graph.producer) if maker < graph.loss_index and rng.random() < 0.5]
     schedule = recompute_lazily(other.graph, {graph.loss_index: dropped})
@@ -93,6 +93,6 @@ def test_what_must_stay_in_order_does_though_no_value_passes() -> None:
 
 
 def test_a_schedule_in_base_order_is_its_own() -> None:
-    graph, costs = branches()
-    problem, schedule = Problem(graph=graph, costs=costs, budget_bytes=0), Schedule.keep_all(graph)
+    problem = problem_at(branches(), 0)
+    schedule = Schedule.keep_all(problem.graph)
     assert in_own_order(problem, schedule) == (problem, schedule)

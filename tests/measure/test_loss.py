@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import planner
-from planner.common.options import grouped
 from tests.models import DependingOnData, Layers, Stack, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, train
+from tests.runtimes.steps import assert_same, beside, hold_peak, train
 
 BUDGET = {"budget": "85%", "time_limit_seconds": 0.5}
 
@@ -41,11 +39,9 @@ plain_stack, on_data = partial(Stack, has_loss=False), partial(DependingOnData, 
     ("build", "loss_fn"), [(on_data, mean_square), (Forces, mean_square), (plain_stack, of_the_large)]
 )
 def test_what_needs_data_is_planned(build: Callable[[], nn.Module], loss_fn: Any) -> None:
-    plain, model = build(), build()
-    model.load_state_dict(plain.state_dict())
-    x = rows(64)
+    model, x = build(), rows(64)
     before = torch.get_rng_state()
-    planner.auto_wrap(model, x, loss_fn=loss_fn, **grouped(**BUDGET))
+    plain, model = beside(model, x, loss_fn=loss_fn, **BUDGET)
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(train(plain, x, loss_fn), train(model, x, loss_fn), 1e-6)
     if build is not Forces:

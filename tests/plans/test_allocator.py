@@ -21,6 +21,7 @@ from planner.plans import allocator as rules
 from planner.plans.allocator import Allocator, ExpandableAllocator, simulate_reserved
 from tests import oracle
 from tests.example_graphs import by_reads
+from tests.ir.test_simulate import random_schedule
 
 KIB, MIB = 2**10, 2**20
 seeds = st.integers(0, 10**6)
@@ -266,11 +267,7 @@ def random_step(seed: int, count: int) -> tuple[TrainingGraph, tuple[OperationCo
         values=tuple(replace(value, size_bytes=scale(value.size_bytes)) for value in graph.values),
     )
     costs = tuple(replace(cost, workspace_bytes=scale(cost.workspace_bytes)) for cost in costs)
-    before = {
-        place: [other for other in range(place) if graph.operations[other].recomputable and rng.random() < 0.2]
-        for place in range(1, count)
-    }
-    return graph, costs, Schedule.with_recomputations(graph, before)
+    return graph, costs, random_schedule(graph, rng)
 
 
 @given(seeds, st.integers(1, 9), st.lists(st.integers(0, 40).map(lambda size: size * 700 * 512), max_size=4))

@@ -129,14 +129,6 @@ def test_both_budgets_mean_the_same_plan() -> None:
     assert step.recomputations == whole.recomputations
 
 
-@pytest.mark.parametrize(
-    "budgets", [{}, {"budget": "1GiB", "activation_budget": "1GiB"}, {"budget": "x"}, {"budget": 0}]
-)
-def test_budgets_that_cannot_be_understood(budgets: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        make_plan(GRAPH, COSTS, **budgets)
-
-
 def test_a_budget_above_the_unplanned_peak_recomputes_nothing() -> None:
     plan = make_plan(GRAPH, COSTS, budget="101%")
     assert plan.status == "optimal" and plan.overhead == 0 and not plan.recomputations
@@ -420,26 +412,6 @@ def test_identical_layers_collapse() -> None:
         ("wte", [0]), ("0", [1]), ("h 0-1,3,5 (x4)", [2, 3, 5, 7]), ("h.2", [4]), ("h.4", [6]),
         ("conv 1-2 (x2)", [8, 9]),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_nth_layer_keeps_only_boundaries(n: int) -> None:
-    schedule = every_nth_layer(GRAPH, n)
-    assert schedule is not None
-    simulate(GRAPH, COSTS, schedule)
-    layers = find_layers(GRAPH)
-    wrapped = set(layers.blocks[::n])
-    before = schedule.recomputations()
-    assert {layers.of[index] for again in before.values() for index in again} == wrapped
-    assert len(before) == len(wrapped), "each block is made again at once"
-    again = [index for indices in before.values() for index in indices]
-    assert len(again) == len(set(again))
-    assert all(GRAPH.operations[index].phase is Phase.FORWARD for index in again)
-    for layer in placement(GRAPH, COSTS, schedule, layers):
-        if layer.module in wrapped:
-            # Of a block stays what it gives to the next: its output.
-            assert layer.saved_bytes <= 2**20
-            assert layer.recomputed == 9  # all but the last product and sum, of which the backward needs nothing
 
 
 def test_what_cannot_be_recomputed_is_kept() -> None:

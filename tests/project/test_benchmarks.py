@@ -19,18 +19,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import planner
-from benchmarks import (
-    capture,
-    common,
-    compare,
-    comparison,
-    coverage,
-    full_save,
-    gpu,
-    libraries,
-    peers,
-    trial,
-)
+from benchmarks import capture, common, compare, comparison, coverage, full_save, gpu, libraries, peers, trial
 from benchmarks.libraries import architectures
 from planner.errors import UsageError
 from planner.zoo import ZooModel

@@ -94,12 +94,18 @@ def section(text: str, title: str, head: int = 2) -> list[str]:
     return lines[start:end]
 
 
+def golden(width: int) -> str:
+    return (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+
+
+def rows_of(width: int, title: str, row: str, head: int = 2) -> list[re.Match[str]]:
+    """Return the rows of a table of a golden report."""
+    return [found for line in section(golden(width), title, head) if (found := re.search(row, line.strip()))]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_anatomy_adds_up_in_bytes_and_as_shown(width: int) -> None:
-    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
-    rows = [re.fullmatch(r"(\S.*?)  +([\d.,]+) (\w+)  +([\d,]+)  +([\d.]+)%(  █*)?", line.strip())
-            for line in section(text, "Peak memory")]  # fmt: skip
-    found = [match for match in rows if match]
+    found = rows_of(width, "Peak memory", r"^(\S.*?)  +([\d.,]+) (\w+)  +([\d,]+)  +([\d.]+)%(  █*)?$")
     *parts, total = found
     assert total[1] == "peak" and len(parts) >= 6
     assert len({match[3] for match in found}) == 1, "one unit in a column"
@@ -110,26 +116,21 @@ def test_the_anatomy_adds_up_in_bytes_and_as_shown(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_placement_adds_up_as_shown(plan: Plan, width: int) -> None:
-    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
     number = r"(-?[\d.,]+) MiB"
-    rows = [re.search(rf"{number}  +{number}  +(\d+)  +(-|[\d.]+ ms|\d+ us)", line)
-            for line in section(text, "Placement")]  # fmt: skip
-    found = [match for match in rows if match]
+    found = rows_of(width, "Placement", rf"{number}  +{number}  +(\d+)  +(-|[\d.]+ ms|\d+ us)")
     *parts, total = found
     assert len(parts) < len(plan.placement), "identical layers are shown as one"
     for column in (1, 2, 3):
         expected = float(total[column])
         assert sum(float(match[column]) for match in parts) == pytest.approx(expected, abs=0.05 * len(found))
     assert float(total[1]) * 2**20 == pytest.approx(sum(x.saved_bytes for x in plan.placement), abs=0.05 * 2**20)
-    assert f" {total[3]} ops recomputed" in text.splitlines()[0]
+    assert f" {total[3]} ops recomputed" in golden(width).splitlines()[0]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_way_shows_its_distance_to_the_bound(plan: Plan, width: int) -> None:
-    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
-    rows = [re.fullmatch(r"(\S.*?)  +([\d.]+) MiB  +(yes|no)  +\+([\d.]+)%  +(-|\+[\d.]+%).*", line)
-            for line in section(text, "Beside other ways", head=1)]  # fmt: skip
-    found = [match for match in rows if match]
+    row = r"^(\S.*?)  +([\d.]+) MiB  +(yes|no)  +\+([\d.]+)%  +(-|\+[\d.]+%)"
+    found = rows_of(width, "Beside other ways", row, head=1)
     names = ["none", "every layer", "every second layer", "sqrt(L)", "chain DP", "this plan"]
     assert [match[1] for match in found] == names
     for match in found:
@@ -142,12 +143,7 @@ def test_every_way_shows_its_distance_to_the_bound(plan: Plan, width: int) -> No
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_chart_stands_where_the_bytes_are(plan: Plan, width: int) -> None:
-    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
-    lines = section(text, "Memory over the step")
-    lines = [
-        text.splitlines()[next(i for i, x in enumerate(text.splitlines()) if x.startswith("Memory over the step")) + 1],
-        *lines,
-    ]
+    lines = section(golden(width), "Memory over the step", head=1)
     rows = [line.partition("│")[2] for line in lines if re.match(r"\s*([\d.]+ MiB)? *│", line)]
     assert lines[0].startswith(f"{plan.baseline_peak_bytes / 2**20:.1f} MiB │")
     assert any(line.startswith(f"{plan.budget_bytes / 2**20:.1f} MiB │─") for line in lines)
@@ -269,11 +265,15 @@ def test_names_with_brackets_are_shown_as_they_are(plan: Plan) -> None:
     assert "[bold]x[/bold]" in text and "m[0]" in text
 
 
-def test_a_plan_without_parts_can_be_shown(plan: Plan) -> None:
-    bare = dataclasses.replace(
+def bare(plan: Plan) -> Plan:
+    """Return a plan without its parts."""
+    return dataclasses.replace(
         plan, baselines=(), placement=(), warnings=(), verification=None, anatomy={}, details=None
     )
-    assert shown(bare, 80).startswith("FITS")
+
+
+def test_a_plan_without_parts_can_be_shown(plan: Plan) -> None:
+    assert shown(bare(plan), 80).startswith("FITS")
 
 
 def test_warnings_name_rule_cause_and_fix() -> None:

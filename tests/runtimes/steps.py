@@ -15,6 +15,7 @@ from planner.common.options import grouped
 from planner.diagnose.verification import bitwise_equal
 from planner.plans.plan import Plan, Verification
 from planner.rewrite import host_copies
+from tests.models import Layers
 
 Left = dict[str, torch.Tensor | None]
 """What a step leaves behind."""
@@ -23,7 +24,7 @@ Left = dict[str, torch.Tensor | None]
 def step(model: nn.Module, x: Any, loss_fn: LossFunction | None = None, seed: int = 7) -> torch.Tensor:
     """Train one step, with the same random numbers every time, and give its loss."""
     torch.manual_seed(seed)
-    output = model(*x) if isinstance(x, tuple) else model(x)
+    output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
     loss: torch.Tensor = loss_fn(output) if loss_fn else output
     loss.backward()
     return loss.detach()
@@ -77,12 +78,8 @@ def wrap_and_hold(
     return planner.plan_of(model)
 
 
-class UnderAutocast(nn.Module):
+class UnderAutocast(Layers):
     """Stands for a training loop that calls its model under autocast, and the backward outside of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -92,7 +89,7 @@ class UnderAutocast(nn.Module):
 
 def wrap_and_hold_under_autocast(model: nn.Module, x: torch.Tensor, **options: Any) -> Plan:
     """Do what :func:`wrap_and_hold` does, in a loop that calls the model under autocast."""
-    plain, loop = UnderAutocast(copy.deepcopy(model)), UnderAutocast(model)
+    plain, loop = UnderAutocast(model=copy.deepcopy(model)), UnderAutocast(model=model)
     planner.auto_wrap(model, **grouped(**options))
     assert_same(train(plain, x), train(loop, x))
     hold_peak(loop, x, planned=model)

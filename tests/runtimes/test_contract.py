@@ -68,19 +68,16 @@ class Tied(Stack):
         self.blocks[3][3].weight = self.blocks[0][3].weight
 
 
-class ConvolutionsOutside(nn.Module):
+class ConvolutionsOutside(
+    Layers,
+    start=lambda: nn.Conv2d(32, 32, 1),
+    blocks=lambda: nn.Sequential(*(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(3))),
+    end=lambda: nn.Conv2d(32, 32, 1),
+):
     """A convolution before and after the blocks, whose weights autocast copies; the backward needs the copies."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.end = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(3))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.start(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.end(x).float().square().mean()
+        return self.end(self.blocks(self.start(x))).float().square().mean()
 
 
 # Sparse tensors: a captured graph cannot hold them, checkpointed modules plan around them.
@@ -138,14 +135,13 @@ class Decoding(Layers, own=linear(WIDTH, WIDTH), other=linear(WIDTH, WIDTH)):
         return torch.tanh(self.own(x) * torch.sigmoid(self.other(memory)))
 
 
-class Shared(nn.Module):
+class Shared(
+    Layers,
+    encoder=lambda: nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)),
+    decoder=lambda: nn.ModuleList(Decoding() for _ in range(3)),
+    tied=linear(WIDTH, WIDTH),
+):
     """What one block returns goes to several, so autograd adds gradients up; a tied layer stands outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-        self.decoder = nn.ModuleList(Decoding() for _ in range(3))
-        self.tied = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory, y = x, self.tied(x)
@@ -171,13 +167,12 @@ class Twice(Layers, layers=lambda: nn.ModuleList(Passing() for _ in range(3))):
         return (x * total).square().mean()
 
 
-class Positions(nn.Module):
+class Positions(
+    Layers,
+    table=lambda: nn.Buffer(torch.randn(1024, WIDTH)),
+    layers=lambda: nn.ModuleList(Decoding() for _ in range(3)),
+):
     """Blocks that are given a part of a buffer, as rotary positions are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randn(1024, WIDTH))
-        self.layers = nn.ModuleList(Decoding() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from itertools import product
@@ -19,7 +20,7 @@ from planner.capture.inputs import expected_losses
 from planner.common.options import chunks_of, grouped
 from planner.common.units import parse_size
 from planner.ir.static_memory import LossMemory
-from tests.models import Stack, mean_square, perceptron, rows
+from tests.models import Stack, linear, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, step, train
 from tests.tiers import tiered
 
@@ -89,9 +90,8 @@ def test_a_percentage_is_of_the_largest_step_so_far(name: str, has_loss: bool) -
     """Every size keeps its budget and has the gradients of the model unwrapped."""
     budget = "budget" if has_loss else "activation_budget"
     loss_fn = None if has_loss else mean_square
-    plain, model = Stack(2, has_loss=has_loss), Stack(2, has_loss=has_loss)
-    model.load_state_dict(plain.state_dict())
-    wrap(model, runtime=name, loss_fn=loss_fn, **{budget: "80%"})
+    plain = Stack(2, has_loss=has_loss)
+    model = wrap(copy.deepcopy(plain), runtime=name, loss_fn=loss_fn, **{budget: "80%"})
     least = 0.998 if runtimes.get(name).exact_peak else 0.0  # of few rows rounding is more
     plans = []
     for count in SIZES:
@@ -151,8 +151,7 @@ def test_under_a_dispatch_mode_the_model_runs_as_it_is(runtime: runtimes.Runtime
         Stack(2)(rows()).backward()
     model = wrap(Stack(2), runtime=runtime.name)
     model(rows()).backward()
-    with FlopCounterMode(display=False) as found, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with FlopCounterMode(display=False) as found, warnings.catch_warnings(record=True, action="always") as told:
         model(rows()).backward()
     is_told = any("dispatch mode" in str(one.message) for one in told)
     if runtime.name == "modules":  # its checkpoints run under any mode
@@ -161,12 +160,8 @@ def test_under_a_dispatch_mode_the_model_runs_as_it_is(runtime: runtimes.Runtime
         assert found.get_total_flops() == expected.get_total_flops() and is_told
 
 
-class Wide(Stack):
+class Wide(Stack, wide=linear(32, 512)):
     """Gives much, or, if told what is wanted, a loss of one number behind which there is as much memory."""
-
-    def __init__(self) -> None:
-        super().__init__(2, has_loss=False)
-        self.wide = nn.Linear(32, 512)
 
     def forward(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         y = self.wide(super().forward(x))
@@ -181,7 +176,7 @@ WANTED = torch.randn(512, 512)
     tiered(product(["graph", "modules", "regional"], [False, True]), quick=[("graph", False), ("modules", True)]),
 )
 def test_a_loss_that_shrinks_counts_whole_and_one_outside_until_the_backward_ends(name: str, is_outside: bool) -> None:
-    model, loss_fn = Wide(), (lambda given: F.mse_loss(given, WANTED)) if is_outside else None
+    model, loss_fn = Wide(2, has_loss=False), (lambda given: F.mse_loss(given, WANTED)) if is_outside else None
     x = rows(512) if is_outside else (rows(512), WANTED)
     wrap(model, runtime=name, budget="90%" if is_outside else "100%", loss_fn=loss_fn)
     step(model, x, loss_fn)  # holds the output, as the step that is measured does
@@ -190,9 +185,6 @@ def test_a_loss_that_shrinks_counts_whole_and_one_outside_until_the_backward_end
 
 class WithAuxiliary(Stack):
     """Gives a scalar beside its result, as mixtures of experts do, whose loss takes some of both."""
-
-    def __init__(self) -> None:
-        super().__init__(2, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> Any:
         auxiliary = x.new_zeros(())
@@ -217,9 +209,8 @@ OF_OUTPUTS = {
 )
 def test_the_loss_says_which_outputs_count(name: str, of: str) -> None:
     """The first step keeps to the plan too: nothing of it is run again for a gradient that was not expected."""
-    plain, model = WithAuxiliary(), WithAuxiliary()
-    model.load_state_dict(plain.state_dict())
-    wrap(model, rows(512), runtime=name, loss_fn=OF_OUTPUTS[of])
+    plain = WithAuxiliary(2)
+    model = wrap(copy.deepcopy(plain), rows(512), runtime=name, loss_fn=OF_OUTPUTS[of])
     runtime = runtimes.get(name)
     expected, found = (train(each, rows(512), OF_OUTPUTS[of]) for each in (plain, model))
     assert_same(expected, found, max(runtime.tolerance, 1e-6))  # tracing adds gradients up in another order

@@ -34,18 +34,8 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, cheapest, exclusive_sets, variants_of
-from tests.models import (
-    WIDTH,
-    Convolutions,
-    Layers,
-    OneLinear,
-    images,
-    linear,
-    looked_at,
-    mean_square,
-    perceptron,
-    rows,
-)
+from tests import models
+from tests.models import WIDTH, Convolutions, Layers, OneLinear, linear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, measured_bytes, train
 from tests.tiers import tiered
 
@@ -59,12 +49,11 @@ class Mlp(Layers, inner=_inner):
         return x + scale * self.inner(x), "beside"
 
 
-class Stack(nn.Module):
+class Stack(models.Stack):
     """Blocks that take keyword arguments and numbers, and give tuples."""
 
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
+    def __init__(self, depth: int = 4, **given: Any) -> None:
+        super().__init__(depth, Mlp, **given)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -77,19 +66,15 @@ class Branching(Stack):
         return super().forward(x if looked_at(self, x) > 1e9 else -x)
 
 
-class Detached(nn.Module):
-    """A codec: what its encoder gives is rounded, so that no gradient comes back to the encoder."""
+def _layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.encoder, self.decoder = (nn.Sequential(*(_layer() for _ in range(n))) for n in (depth, 1))
+
+class Detached(Layers, encoder=lambda: nn.Sequential(*(_layer() for _ in range(4))), decoder=_layer):
+    """A codec: what its encoder gives is rounded, so that no gradient comes back to the encoder."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decoder(self.encoder(x).round().detach()).square().mean()
-
-
-def _layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:
@@ -138,7 +123,7 @@ def choices(variants: Sequence[Region]) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), images(2, size=8))])
+@pytest.mark.parametrize(("model", "x"), [(Stack(3), rows(64)), (Convolutions(2), models.images(2, size=8))])
 def test_the_choice_is_the_best_of_all(model: nn.Module, x: torch.Tensor) -> None:
     problem, regions = problem_of(model, x)
     variants = variants_of(regions, problem.graph, problem.costs)
@@ -376,10 +361,6 @@ def test_layers_that_a_model_declares_are_the_candidates() -> None:
 
 
 class CheckpointsItself(Stack):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0].inner(x)
         x = checkpoint(torch.sin, x, use_reentrant=self.use_reentrant)
@@ -404,11 +385,7 @@ def test_a_wrapped_model_may_run_under_a_checkpoint_of_the_callers() -> None:
     assert planner.plan_of(model).recomputations == {}
 
 
-class Classifier(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 1024)
-
+class Classifier(Stack, head=linear(WIDTH, 1024)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x, _ = block(x)

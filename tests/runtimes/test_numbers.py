@@ -18,7 +18,7 @@ from planner.capture import programs
 from planner.common.options import grouped
 from planner.errors import CaptureError
 from planner.runtimes import graph
-from tests.models import Stack, mean_square, perceptron, rows
+from tests.models import Stack, mean_square, perceptron, rows, set_dropout
 from tests.runtimes.steps import assert_gradients, assert_same, beside, hold_peak, train
 from tests.tiers import tiered
 
@@ -107,9 +107,7 @@ def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest
     )
     for probability in (0.1, 0.3, 0.0, 0.3):
         for trained in (plain, model):
-            for part in trained.modules():
-                if isinstance(part, nn.Dropout):
-                    part.p = probability
+            set_dropout(trained, probability)
         assert_same(train(plain, rows(2048)), train(model, rows(2048)))
         hold_peak(model, rows(2048))
         assert planner.plan_of(model).runtime == "graph"

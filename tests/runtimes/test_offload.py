@@ -39,7 +39,7 @@ from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import by_reads, transformer
-from tests.models import Stack, perceptron, rows
+from tests.models import Layers, Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan, printed, problem_at, without_recompute
@@ -56,9 +56,8 @@ def chain() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
 
 
 def posed(share: float, host: Host = LINK, seed: int | None = None) -> Problem:
-    graph, costs = chain() if seed is None else random_graph(seed, plain=seed % 2 == 0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=host)
-    return replace(problem, budget_bytes=int(share * problem.baseline.peak_bytes))
+    step = chain() if seed is None else random_graph(seed, plain=seed % 2 == 0)
+    return replace(problem_at(step, share), host=host)
 
 
 def posed_by(seed: int) -> Problem:
@@ -83,17 +82,14 @@ def test_an_offloaded_value_is_away_between_the_runs_that_say_so():
     [
         ([Offload(0, 6, (7,))], 4.0, 8.0),  # sent from 1 to 5; fetched from 7 to 11, wanted at 7
         ([Offload(0, 2, (3,))], 3.0, 8.0),  # 3 before it leaves, and the fetching hides
-        ([Offload(0, 5, (6,)), Offload(1, 5, (5,))], 0.0, 0.0),
+        # The second is sent after the first, and fetched before it: 2 engines, 4 transfers. Sent until 5 and 9.
+        # Position 5 waits from 5 to 9; v1 comes from 9 to 13, v0, asked for at 10, to 17. Position 6 reads v1 at 13
+        # instead of 10; position 7 reads v0 at 17 instead of 14.
+        ([Offload(0, 5, (6,)), Offload(1, 5, (5,))], 10.0, 16.0),
     ],
 )
 def test_waiting_is_what_does_not_hide(offloads: list[Offload], stall: float, transfer: float):
     graph, costs = chain()
-    if len(offloads) == 2:  # the second is sent after the first, and fetched before it: 2 engines, 4 transfers
-        evaluation = simulate(graph, costs, Schedule(tuple(range(8)), tuple(offloads)), LINK)
-        # Sent until 5 and 9. Position 5 waits from 5 to 9; v1 comes from 9 to 13, v0, asked for at 10, to 17.
-        # Position 6 reads v1 at 13 instead of 10; position 7 reads v0 at 17 instead of 14.
-        assert (evaluation.stall_seconds, evaluation.transfer_seconds, evaluation.seconds) == (10.0, 16.0, 18.0)
-        return
     evaluation = simulate(graph, costs, Schedule(tuple(range(8)), tuple(offloads)), LINK)
     assert (evaluation.stall_seconds, evaluation.transfer_seconds) == (stall, transfer)
     assert evaluation.seconds == 8.0 + stall == 8.0 + evaluation.added_seconds
@@ -260,18 +256,13 @@ def perceptrons() -> Stack:
     return Stack(block=lambda: torch.nn.Sequential(perceptron(128), torch.nn.Dropout(0.2)))
 
 
-class ChannelsLast(torch.nn.Module):
-    """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
+def convolutions() -> torch.nn.Module:
+    parts = ((torch.nn.Conv2d(n, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU()) for n in (3, 16, 16))
+    return torch.nn.Sequential(*(torch.nn.Sequential(*part) for part in parts))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            *(
-                layer
-                for channels in (3, 16, 16)
-                for layer in (torch.nn.Conv2d(channels, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU())
-            )
-        )
+
+class ChannelsLast(Layers, layers=convolutions):
+    """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()

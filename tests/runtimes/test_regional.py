@@ -70,14 +70,10 @@ class Alike(Layers, layer=linear(WIDTH, WIDTH), drop=lambda: nn.Dropout(0.5)):
         return torch.tanh(self.drop(self.layer(x)) * self.scale) ** self.power
 
 
-def stacked(blocks: list[Alike]) -> nn.Module:
-    return Trained(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"all": nn.Sequential(*blocks)})["all"])
-
-
 def test_blocks_that_differ_in_anything_that_they_use_have_code_of_their_own(captures: list[Any]) -> None:
-    blocks = [Alike(), Alike(scale=2.0), Alike(power=2), Alike(), Alike(), Alike(), Alike()]
+    blocks = nn.Sequential(Alike(), Alike(scale=2.0), Alike(power=2), *(Alike() for _ in range(4)))
     blocks[3].drop.eval()
     blocks[4].layer.weight.requires_grad_(False)
     blocks[5].layer.register_forward_hook(lambda module, inputs, output: -output)
-    wrap_and_hold(stacked(blocks), TABLE, activation_budget="100%", runtime="regional")
+    wrap_and_hold(Trained(nn.Linear(WIDTH, WIDTH), blocks), TABLE, activation_budget="100%", runtime="regional")
     assert len(captures) == 2 * 6  # the first and the last are equal

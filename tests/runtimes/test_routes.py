@@ -17,7 +17,7 @@ import planner
 from planner.capture.memory import record
 from planner.common.options import grouped
 from planner.runtimes._routes import outermost
-from tests.models import Layers, Stack, looked_at, mean_square, perceptron, rows
+from tests.models import Layers, Stack, looked_at, mean_square, perceptron, rows, set_dropout
 from tests.runtimes.steps import assert_same, peak_of, step, train
 from tests.tiers import tiered
 
@@ -103,16 +103,14 @@ def test_a_step_that_runs_more_than_was_planned_for_is_said_and_planned() -> Non
     budget_bytes = int(0.6 * unplanned_bytes(Stack(6)))
     wrap(model, budget_bytes)
     step(model, rows(512))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Switched does not run")
+    with warnings.catch_warnings(action="error", category=UserWarning):
         for _ in range(2):
             assert peak_bytes(model) <= budget_bytes
     model.layers = 6
     with pytest.warns(UserWarning, match=r"Switched does not run as planned .*\(blocks.2"):
         assert peak_bytes(model) > budget_bytes
     step(model, rows(512))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Switched does not run")
+    with warnings.catch_warnings(action="error", category=UserWarning):
         for model.layers in (6, 3, 2, 6):
             assert peak_bytes(model) <= planner.plan_of(model).peak_bytes <= budget_bytes
 
@@ -146,13 +144,11 @@ def test_experts_that_are_given_more_rows_are_said_and_planned() -> None:
     few[:, 0], many[:, 0] = 1.0, -1.0
     few[:8, 0], many[:8, 0] = -1.0, 1.0
     step(model, few)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Stack does not run")
+    with warnings.catch_warnings(action="error", category=UserWarning):
         step(model, few)
     with pytest.warns(UserWarning, match=r"Stack does not run as planned .*\(blocks.0.experts.0: "):
         step(model, many)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Stack does not run")
+    with warnings.catch_warnings(action="error", category=UserWarning):
         for x in (many, few):
             step(model, x)
 
@@ -168,21 +164,15 @@ def test_a_dropout_that_is_switched_on_is_said_and_planned() -> None:
     budget_bytes = int(0.85 * unplanned_bytes(plain))
     model = wrap(copy.deepcopy(plain), budget_bytes)
     for trained in (plain, model):
-        let_dropout(trained, 0.0)
+        set_dropout(trained, 0.0)
     assert_same(train(plain, rows(512)), train(model, rows(512)))
     for trained in (plain, model):
-        let_dropout(trained, 0.3)
+        set_dropout(trained, 0.3)
     with pytest.warns(UserWarning, match=r"does not run as planned .*\.p: more.*may break the budget"):
         assert_same(train(plain, rows(512)), train(model, rows(512)))
     with warnings.catch_warnings(action="error", category=UserWarning):
         assert peak_bytes(model) <= budget_bytes
-        let_dropout(model, 0.0)
+        set_dropout(model, 0.0)
         assert peak_bytes(model) <= budget_bytes
-        let_dropout(model, 0.1)
+        set_dropout(model, 0.1)
         assert peak_bytes(model) <= budget_bytes
-
-
-def let_dropout(model: nn.Module, probability: float) -> None:
-    for part in model.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = probability

@@ -185,13 +185,10 @@ class TooShortError(Exception):
     """Of a user's own."""
 
 
-class Picky(Stack):
+class Picky(
+    Stack, calls=lambda: nn.Buffer(torch.zeros(())), moved=lambda: nn.Parameter(torch.zeros(()), requires_grad=False)
+):
     """Draws, counts and then looks at what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.moved = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

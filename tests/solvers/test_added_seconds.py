@@ -22,6 +22,7 @@ from planner.plans.plan import Plan
 from planner.solving import solution_cache
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
+from tests.planned import problem_at
 
 GRAPH, COSTS = transformer(2)
 OFFLOADING = [name for name in solvers.names() if solvers.get(name).offloads]
@@ -30,10 +31,7 @@ EFFORT = SolveLimits(time_limit_seconds=0.25, deterministic=True)
 
 def slow_link() -> Problem:
     """Pose a step that must recompute, and must wait for transfers too."""
-    problem = Problem(
-        graph=GRAPH, costs=COSTS, budget_bytes=0, host=Host(bytes_per_second=5e8, budget_bytes=2**40)
-    )  # fmt: skip
-    return replace(problem, budget_bytes=int(0.3 * problem.baseline.peak_bytes))
+    return replace(problem_at((GRAPH, COSTS), 0.3), host=Host(bytes_per_second=5e8, budget_bytes=2**40))
 
 
 @cache

@@ -14,6 +14,7 @@ from planner.solving.cutting_planes import BudgetRows, PathRows
 from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, Room, build
 from tests.oracle import resnet_like
+from tests.planned import problem_at
 
 
 def _room(sizes: list[int], free_bytes: int) -> Model:
@@ -56,10 +57,8 @@ def test_no_whole_choice_that_fits_breaks_a_row_and_the_shares_do(seed: int) -> 
 def test_between_cuts_of_a_tight_budget_bounds_rise_and_stay_where_the_rows_that_matter_are_known(
     rows_of: Callable[[Problem, list[Cut], Model, list[Any]], Any], blocks: int, share: float
 ) -> None:
-    graph, costs = resnet_like(blocks)
-    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=int(share * whole.baseline.peak_bytes))
-    turn, count = graph.loss_index, len(graph.operations)
+    problem = problem_at(resnet_like(blocks), share)
+    turn, count = problem.graph.loss_index, len(problem.graph.operations)
     cuts = [Cut(step) for step in range(turn, count, (count - turn) // 8)]
     model, again = build(problem, cuts), build(problem, cuts)
     assert model is not None and again is not None

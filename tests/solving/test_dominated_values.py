@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.ir.problem import Problem
 from planner.solving import step_cut
 from planner.solving.milp import minimise
 from planner.solving.presolve import dominated_values
 from planner.solving.step_cut import Cut, build
 from tests.oracle import random_graph, resnet_like
+from tests.planned import problem_at
 from tests.tiers import tiered
 
 
@@ -34,10 +34,8 @@ def test_a_value_with_one_reader_that_makes_no_more_of_it_is_never_held() -> Non
 def test_programmes_have_the_same_optimum_where_all_values_may_be_held(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, costs = random_graph(seed, operations=12, plain=seed % 3 > 0)
-    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
     share = random.Random(seed).choice([0.4, 0.5, 0.6, 0.7])
-    problem = replace(whole, budget_bytes=int(share * whole.baseline.peak_bytes))
+    problem = problem_at(random_graph(seed, operations=12, plain=seed % 3 > 0), share)
     cuts = [Cut(step) for step in range(4, 12)]
     made = build(problem, cuts)
     monkeypatch.setattr(step_cut, "dominated_values", lambda *_: [])

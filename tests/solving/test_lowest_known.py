@@ -17,9 +17,8 @@ from planner.plans.plan import NoPlanFitsError
 from planner.solvers.auto import AutoSolver
 from planner.solving import lowest_known
 from planner.solving.peak_bounds import minimum_peak
-from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
-from tests.planned import make_plan
+from tests.planned import make_plan, study_of
 
 GRAPH, COSTS = transformer(4)
 PROBLEM = Problem(graph=GRAPH, costs=tuple(COSTS), budget_bytes=1)

@@ -15,6 +15,7 @@ from planner.solvers import search, solve
 from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import minimum_peak
 from tests.oracle import lowest, random_graph, resnet_like
+from tests.planned import problem_at
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
@@ -23,10 +24,9 @@ LIMITS = SolveLimits(time_limit_seconds=0.5, deterministic=True)
 
 
 def _found_and_lowest(seed: int) -> tuple[int, int]:
-    graph, costs = random_graph(seed, operations=8, plain=seed % 2 == 0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    schedule = lowest_plan(problem, Schedule.keep_all(graph), LIMITS)
-    return problem.evaluate(schedule).peak_bytes, lowest(graph, costs)
+    problem = problem_at(random_graph(seed, operations=8, plain=seed % 2 == 0), 0)
+    schedule = lowest_plan(problem, Schedule.keep_all(problem.graph), LIMITS)
+    return problem.evaluate(schedule).peak_bytes, lowest(problem.graph, problem.costs)
 
 
 @pytest.mark.parametrize(("seeds", "missed"), tiered([(range(15), 1), (range(15, 400), 24)], quick=[(range(15), 1)]))
@@ -58,9 +58,6 @@ def test_it_goes_below_what_quick_methods_find_and_the_error_says_so(monkeypatch
 
 
 def test_it_stops_at_the_budget() -> None:
-    graph, costs = resnet_like(8)
-    start = Schedule.keep_all(graph)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=int(0.8 * Problem(
-        graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes))  # fmt: skip
-    found = problem.evaluate(lowest_plan(problem, start, LIMITS))
+    problem = problem_at(resnet_like(8), 0.8)
+    found = problem.evaluate(lowest_plan(problem, Schedule.keep_all(problem.graph), LIMITS))
     assert 0.9 * problem.budget_bytes < found.peak_bytes <= problem.budget_bytes

@@ -14,6 +14,7 @@ from planner.ir.problem import Problem, Solution
 from planner.plans.ordering import in_orders_tried, solved_in_best_order
 from planner.solvers import solved
 from tests.oracle import cheapest, random_graph
+from tests.planned import problem_at
 from tests.tiers import tiered
 
 SEARCH = Search(time_limit_seconds=0.5, deterministic=True)
@@ -26,8 +27,7 @@ def _problem(seed: int) -> Problem:
     operations = list(graph.operations)
     operations[middle] = replace(operations[middle], phase=Phase.LOSS)
     graph = replace(graph, operations=tuple(operations), runs_after={})
-    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    return replace(whole, budget_bytes=int((0.6 + 0.1 * (seed % 4)) * whole.baseline.peak_bytes))
+    return problem_at((graph, costs), 0.6 + 0.1 * (seed % 4))
 
 
 def _solved(problem: Problem, search: Search) -> Solution:

@@ -14,11 +14,11 @@ from planner.solving.orders import branch_by_branch, need, promising_order
 from tests.example_graphs import transformer
 from tests.oracle import random_graph
 from tests.orders import branches
+from tests.planned import problem_at
 
 
 def test_branches_taken_a_layer_at_a_time_are_better_taken_one_by_one() -> None:
-    graph, costs = branches(count=4, depth=6)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = problem_at(branches(count=4, depth=6), 0)
     order = promising_order(problem)
     assert order is not None
     assert need(reordered(problem, order)) < need(problem)

@@ -18,6 +18,7 @@ from planner.solving.peak_repair import with_lower_peak
 from planner.solving.recompute_search import RecomputeSearch
 from tests.example_graphs import Builder
 from tests.oracle import lowest, random_graph, resnet_like
+from tests.planned import problem_at
 from tests.solving.test_peak_bounds import residual_layers
 from tests.tiers import tiered
 
@@ -27,24 +28,21 @@ LIMITS = SolveLimits(time_limit_seconds=1.0, deterministic=True)
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6))
 def test_a_mended_plan_is_no_higher_and_no_lower_than_can_be(seed: int) -> None:
-    graph, costs = random_graph(seed, operations=8, plain=seed % 2 == 0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    start = Schedule.keep_all(graph)
+    problem = problem_at(random_graph(seed, operations=8, plain=seed % 2 == 0), 0)
+    start = Schedule.keep_all(problem.graph)
     found = problem.evaluate(with_lower_peak(problem, start, LIMITS.clock(), 0)).peak_bytes
-    assert lowest(graph, costs) <= found <= problem.evaluate(start).peak_bytes
+    assert lowest(problem.graph, problem.costs) <= found <= problem.baseline.peak_bytes
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
 def test_what_annealing_leaves_is_made_again_by_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many reruns at once, none of which helps alone: moves at random do not come by them."""
-    graph, costs = resnet_like(12)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = problem_at(resnet_like(12), 0)
     start = lowest_schedule(problem)
-    limits = SolveLimits(time_limit_seconds=1.0, deterministic=True)
-    least_bytes = proven_peak(graph, costs)[0]
-    assert problem.evaluate(lowest_plan(problem, start, limits)).peak_bytes <= 1.0001 * least_bytes
+    least_bytes = proven_peak(problem.graph, problem.costs)[0]
+    assert problem.evaluate(lowest_plan(problem, start, LIMITS)).peak_bytes <= 1.0001 * least_bytes
     monkeypatch.setattr(minimum_peak_search, "with_lower_peak", lambda problem, schedule, *_: schedule)
-    assert problem.evaluate(lowest_plan(problem, start, limits)).peak_bytes > 1.05 * least_bytes
+    assert problem.evaluate(lowest_plan(problem, start, LIMITS)).peak_bytes > 1.05 * least_bytes
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
@@ -63,20 +61,18 @@ def test_what_is_found_by_looking_harder(
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_it_stops_at_what_is_asked(share: float) -> None:
-    graph, costs = residual_layers(count=6)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
-    start = Schedule.keep_all(graph)
-    from_bytes, least_bytes = problem.baseline.peak_bytes, proven_peak(graph, costs)[0]
-    asked_bytes = int(least_bytes + share * (from_bytes - least_bytes))
+    problem = problem_at(residual_layers(count=6), 0)
+    least_bytes = proven_peak(problem.graph, problem.costs)[0]
+    asked_bytes = int(least_bytes + share * (problem.baseline.peak_bytes - least_bytes))
+    start = Schedule.keep_all(problem.graph)
     found = problem.evaluate(with_lower_peak(problem, start, LIMITS.clock(), asked_bytes)).peak_bytes
     assert 0.9 * asked_bytes <= found <= asked_bytes
 
 
 def test_it_is_the_same_every_time() -> None:
-    graph, costs = residual_layers(count=8)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = problem_at(residual_layers(count=8), 0)
     limits = SolveLimits(time_limit_seconds=0.05, deterministic=True)
-    found = [with_lower_peak(problem, Schedule.keep_all(graph), limits.clock(), 0) for _ in range(2)]
+    found = [with_lower_peak(problem, Schedule.keep_all(problem.graph), limits.clock(), 0) for _ in range(2)]
     assert found[0] == found[1]
 
 

@@ -13,14 +13,13 @@ from planner.solvers import solved
 from planner.solving import presolve
 from planner.solving.presolve import merged, without_small
 from tests.oracle import cheapest, lowest, random_graph, resnet_like
+from tests.planned import problem_at
 from tests.solving.test_plan_columns import random_plan
 from tests.tiers import tiered
 
 
 def _problem(seed: int, share: float) -> Problem:
-    graph, costs = random_graph(seed, operations=9, plain=seed % 3 > 0)
-    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    return replace(whole, budget_bytes=int(share * whole.baseline.peak_bytes))
+    return problem_at(random_graph(seed, operations=9, plain=seed % 3 > 0), share)
 
 
 @pytest.mark.parametrize("seed", range(60))

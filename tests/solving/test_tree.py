@@ -15,13 +15,12 @@ from planner.solving.cutting_planes import BudgetRows, PathRows
 from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, build
 from tests.oracle import cheapest, random_graph
+from tests.planned import problem_at
 
 
-def _problem(seed: int) -> Problem | None:
-    graph, costs = random_graph(seed, operations=9, plain=seed % 2 == 0)
-    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
+def _problem(seed: int) -> Problem:
     share = random.Random(seed).choice([0.6, 0.7, 0.8])
-    return Problem(graph=graph, costs=costs, budget_bytes=int(share * whole.baseline.peak_bytes))
+    return problem_at(random_graph(seed, operations=9, plain=seed % 2 == 0), share)
 
 
 def _tree(problem: Problem, cuts: list[Cut]) -> tuple[Model, Tree] | None:

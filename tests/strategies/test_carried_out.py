@@ -15,12 +15,12 @@ import planner
 from planner import strategies
 from planner.analysis.audit import audit_study
 from planner.analysis.study import Study
-from planner.capture.memory import measure_peak
 from planner.common.options import Search, grouped
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.module_choices import modules_of
 from tests.models import SEQUENCES as X
 from tests.models import Transformer
+from tests.runtimes.steps import Left, assert_same, measured_bytes, train, verified
 from tests.strategies.test_strategies import FACTORY
 from tests.tiers import tiered
 
@@ -34,49 +34,34 @@ def step() -> Study:
     return planner.study(Transformer(), X)
 
 
-def ran(model: nn.Module) -> tuple[int, list[torch.Tensor]]:
-    """Return what a step of a wrapped model allocates at most, and its loss and gradients."""
-
-    def run() -> torch.Tensor:
-        torch.manual_seed(1)
-        loss: torch.Tensor = model(X)
-        loss.backward()
-        return loss
-
-    run()  # captures and plans
-    model.zero_grad()
-    peak_bytes, loss = measure_peak(run, X.device)
-    return peak_bytes, [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
 def same_model() -> nn.Module:
     torch.manual_seed(0)
     return Transformer()
 
 
 @pytest.fixture(scope="module")
-def kept() -> list[torch.Tensor]:
-    """Return loss and gradients of the step without a plan."""
-    return ran(same_model())[1]
+def kept() -> Left:
+    """Return what the step without a plan leaves behind."""
+    return train(same_model(), X)
 
 
 @pytest.mark.parametrize("name", tiered(strategies.known(), quick=QUICK))
-def test_every_strategy_runs(name: str, step: Study, kept: list[torch.Tensor]) -> None:
+def test_every_strategy_runs(name: str, step: Study, kept: Left) -> None:
     plan = step.plan(budget=planner.Budget(strategy=name), search=planner.Search(compare=False))
     assert plan.runtime == "graph" and plan.solver == name
     assert plan.recomputations or plan.offloading is not None
-    peak_bytes, found = ran(planner.auto_wrap(same_model(), budget=plan))
-    assert all(map(torch.equal, found, kept))
-    assert 0.999 * plan.peak_bytes <= peak_bytes + plan.total_static_bytes <= plan.peak_bytes == plan.budget_bytes
+    model = planner.auto_wrap(same_model(), budget=plan)
+    peak_bytes = measured_bytes(model, X) + plan.total_static_bytes
+    assert_same(kept, train(model, X))
+    assert 0.999 * plan.peak_bytes <= peak_bytes <= plan.peak_bytes == plan.budget_bytes
 
 
 @pytest.mark.parametrize("name", tiered(["every-layer", "every-2"], quick=["every-2"]))
 def test_choices_of_modules_run_as_such(name: str) -> None:
     plan = planner.plan(Transformer(), X, **grouped(strategy=name, runtime="modules", compare=False))
     assert plan.runtime == "modules" and len(modules_of(plan)) == (3 if name == "every-layer" else 2)
-    proof = planner.verify(Transformer(), X, plan, timed_steps=1)
-    assert proof.exact, proof.differences
-    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes == plan.budget_bytes
+    verified(Transformer(), X, plan)
+    assert plan.peak_bytes == plan.budget_bytes
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
@@ -128,11 +113,6 @@ def test_within_a_budget_or_not_at_all(step: Study) -> None:
 def test_what_does_not_go_together(told: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         planner.plan(Transformer(), X, **grouped(**told))
-
-
-def test_a_model_without_blocks() -> None:
-    with pytest.raises(UsageError, match="no repeated blocks"):
-        planner.plan(nn.Linear(4, 4), torch.ones(2, 4), budget=planner.Budget(strategy="every-2"))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import cost_models
@@ -15,48 +17,35 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import StaticMemory
 from planner.plans.comparison import every_nth_layer
-from planner.plans.plan import PlanOrigin
 from planner.report.comparisons import render_audit
 from planner.solving.segmentations import turning_point
 from planner.strategies import _rules
 from tests.example_graphs import Builder, transformer
-from tests.planned import printed
+from tests.planned import printed, study_of
 
 GRAPH, COSTS = transformer(4)
 HOST = Host(bytes_per_second=1e11, budget_bytes=2**62, least_bytes=1)
 
 
-def study_of(graph: TrainingGraph = GRAPH, costs: tuple[OperationCost, ...] = COSTS) -> Study:
-    return Study(
-        graph=graph,
-        costs=costs,
-        origin=PlanOrigin(fingerprint={}),
-        static_memory=StaticMemory(),
-        device=cost_models.device("h100"),
-    )
+def on_h100(graph: TrainingGraph = GRAPH, costs: tuple[OperationCost, ...] = COSTS) -> Study:
+    return replace(study_of(graph, costs), device=cost_models.device("h100"))
 
 
 # Blocks of four operations: 4i to 4i+3 is block i, and ``backward(i)`` the first of its backward.
 
 
-def chain(
-    blocks: int = 4, *, norm: str = "native_layer_norm", last_workspace: int = 0, head_gradient: int = 0
-) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+def chain(blocks: int = 4) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
     b, unit = Builder(), 64
     x = b.add("given", [], [0], seconds=0.0, recomputable=False, module="")[0]
     made = []
     for i in range(blocks):
-        workspace = last_workspace * unit if i == blocks - 1 else 0
-        n = b.add(f"aten.{norm}.default", [x], [unit], module=f"h.{i}.norm")[0]
-        u = b.add("aten.mm.default", [n], [4 * unit], module=f"h.{i}.up", workspace=workspace)[0]
+        n = b.add("aten.native_layer_norm.default", [x], [unit], module=f"h.{i}.norm")[0]
+        u = b.add("aten.mm.default", [n], [4 * unit], module=f"h.{i}.up")[0]
         g = b.add("aten.gelu.default", [u], [4 * unit], module=f"h.{i}.act")[0]
         made.append((x, n, u, g))
         x = b.add("aten.mm.default", [g], [unit], module=f"h.{i}.down")[0]
     d = b.add("tangent", [x], [unit], phase=Phase.LOSS, kind="tangent", retained=True, seconds=0.0)[0]
-    if head_gradient:
-        b.add("aten.mm.default", [d], [head_gradient * unit], module="head", phase=Phase.BACKWARD, retained=True)
     for i in reversed(range(blocks)):
         for target, module, saved, size in (
             ("mm", "down", made[i][3], 4),
@@ -77,12 +66,8 @@ def forward(block: int, *which: int) -> tuple[int, ...]:
     return tuple(1 + 4 * block + index for index in which)
 
 
-def recomputed(name: str, graph: TrainingGraph | None = None, **kind: str) -> dict[int, tuple[int, ...]]:
-    costs: tuple[OperationCost, ...] = ()
-    if graph is None:
-        graph, costs = chain(**kind)  # type: ignore[arg-type]
-    return strategies.schedule(name, graph, costs or tuple(OperationCost(seconds=1.0) for _ in graph.operations)
-                               ).recomputations()  # fmt: skip
+def recomputed(name: str) -> dict[int, tuple[int, ...]]:
+    return strategies.schedule(name, *chain()).recomputations()
 
 
 ALL = range(4)
@@ -176,7 +161,7 @@ def test_save_on_cpu_sends_all_that_the_backward_reads() -> None:
 
 
 def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
-    study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), static_memory=StaticMemory())
+    study = study_of(GRAPH, COSTS)
     assert study.strategy("every-2").recomputations()
     with pytest.raises(UsageError, match="link"):
         study.strategy("save-on-cpu")
@@ -184,7 +169,7 @@ def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
 
 def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
     names = ("save-on-cpu", "deepspeed-cpu-checkpointing")
-    found = [audit_study(study_of(), name, Search(time_limit_seconds=1.5)) for name in names]
+    found = [audit_study(on_h100(), name, Search(time_limit_seconds=1.5)) for name in names]
     for audit in found:
         assert audit.now.offloading is not None
         assert audit.report()["current"]["host_bytes"] == audit.now.offloading.host_bytes > 0
@@ -212,7 +197,7 @@ def test_every_strategy_is_listed_here() -> None:
 
 def test_no_bound_is_above_a_strategy() -> None:
     graph, costs = transformer(3)
-    study, search = study_of(graph, costs), Search(time_limit_seconds=0.02, deterministic=True)
+    study, search = on_h100(graph, costs), Search(time_limit_seconds=0.02, deterministic=True)
     host = study.unlimited_host()
     found = {name: audit_study(study, name, search) for name in strategies.known()}
     for name, audit in found.items():
@@ -223,7 +208,7 @@ def test_no_bound_is_above_a_strategy() -> None:
         assert audit.now.overhead == pytest.approx(evaluation.added_seconds / audit.now.baseline_step_seconds)
     assert max(audit.now.overhead - audit.best.overhead for audit in found.values()) > 0.1
     for name in ("every-2", "save-on-cpu", "unsloth"):
-        once, again = (audit_study(study_of(graph, costs), name, search) for _ in range(2))
+        once, again = (audit_study(on_h100(graph, costs), name, search) for _ in range(2))
         assert once.report() == again.report()
 
 
@@ -231,7 +216,7 @@ def test_what_does_not_apply_says_why() -> None:
     b = Builder()
     x = b.add("aten.mm.default", [], [64], module="a")[0]
     b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
-    flat = study_of(b.graph("flat", {}), tuple(b.costs))
+    flat = on_h100(b.graph("flat", {}), tuple(b.costs))
     with pytest.raises(UsageError, match=r"^flat has no repeated blocks$"):
         flat.strategy("pytorch-checkpoint")
     with pytest.raises(UsageError, match="cannot be cut"):
@@ -255,7 +240,7 @@ def test_names_with_numbers() -> None:
 
 
 def test_audit_and_what_if_take_every_name() -> None:
-    audit = audit_study(study_of(), "chunked-2", Search("sqrt"))
+    audit = audit_study(on_h100(), "chunked-2", Search("sqrt"))
     assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
     ways.check(["megatron-block-3", "sqrt", "every-layer"])
     assert ways.is_strategy("megatron-block-3") and not ways.is_strategy("sqrt")

@@ -217,7 +217,6 @@ def refused(function: Callable[[], Any]) -> dict[str, Any]:
 
 
 def warnings_of(run: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         run()
     return [str(one.message) for one in said if one.category is UserWarning]

@@ -410,8 +410,7 @@ def by_micro_batches(
             del kept
             resident_bytes = own.nbytes + buckets_bytes
             resident_bytes += sum(size for place, size in here.items() if place not in (*others, *buckets))
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as said:
                 if cycles > 1:
                     peak, _ = measure_peak(partial(micro_step, running, number), torch.device("cpu"))
                     seen[resident_bytes + peak] += 1

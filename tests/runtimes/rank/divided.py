@@ -61,13 +61,12 @@ class DividedAttention(
         return self.out(self.exchange(mixed.contiguous()).permute(2, 1, 0, 3, 4).reshape(rows, length, WIDTH))
 
 
-class Experts(nn.Module):
-    """The experts of one rank, or all of them; rows come sorted by expert."""
+def experts(rows: int, columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(EXPERTS, rows, columns) / rows**0.5)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 4 * WIDTH) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 4 * WIDTH, WIDTH) / (4 * WIDTH) ** 0.5)
+
+class Experts(Layers, up=partial(experts, WIDTH, 4 * WIDTH), down=partial(experts, 4 * WIDTH, WIDTH)):
+    """The experts of one rank, or all of them; rows come sorted by expert."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         up, down = (p.to_local() if hasattr(p, "to_local") else p for p in (self.up, self.down))
@@ -190,8 +189,7 @@ def divided_experts(rank: int) -> dict[str, Any]:
     alone, x = with_divided_experts(mesh), tokens(rank)
     others = live()
     others.pop(x.untyped_storage().data_ptr())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         peak, running = common.peak_of(
             lambda: planner.auto_wrap(with_divided_experts(mesh), **grouped(**small)), x, others
         )
