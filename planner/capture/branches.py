@@ -187,7 +187,8 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
 
 def _names(origin: _Origin) -> str:
     """Return the user's names of the inputs that a condition depends on."""
-    names = (str(given.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for given in origin.given)
+    read = [given for given in origin.given if example_of(given) is not None]  # not the sizes, which vary
+    names = (str(given.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for given in read or origin.given)
     return "+".join(sorted(names))
 
 

@@ -22,7 +22,7 @@ from planner.capture.model_facts import (
     sharded_inside,
     shares_layers,
 )
-from planner.capture.torch_internals import entered
+from planner.capture.torch_internals import entered, is_watched
 from planner.common.options import Offload
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, ForwardError, NoBackwardError, PlannerError, RuntimeUnsupportedError
@@ -227,7 +227,9 @@ class AutoRuntime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         running = self._running
-        if not self._is_compared and torch.is_grad_enabled() and running.plan is not None and not running.is_searching:
+        # A dispatch mode of the user's would count what planning runs.
+        waits = running.is_searching or is_watched() or not torch.is_grad_enabled()
+        if not self._is_compared and not waits and running.plan is not None:
             self._compare(running.plan, Inputs(args, kwargs))
         if not self._may_change:
             return self._running(*args, **kwargs)
