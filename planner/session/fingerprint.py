@@ -60,7 +60,7 @@ def fingerprint(
         "inputs": described(inputs),
         "device": device,
         "torch": torch.__version__,
-        "assumes": ", ".join(joint.branches),
+        "assumes": ", ".join(dict.fromkeys(joint.branches)),
         "operations": len(operations),
         "graph": digest.hexdigest()[:16],
         **({} if outputs == HELD else {OUTPUTS: outputs}),

@@ -25,7 +25,7 @@ typedef cudaError_t E;
 enum { MOST_DEVICES = 16, MOST_SEGMENTS = 1 << 16 };
 #define PAGE (2ull << 20)
 #define RANGE (1ull << 40)
-#define COPIED (1ull << 20) /* what is moved of a copy at most: numbers mean nothing here, and pages stay untouched */
+#define COPIED (1ull << 14) /* what is moved of a copy at most: numbers mean nothing here, and pages stay untouched */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static __thread int current;
