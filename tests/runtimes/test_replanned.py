@@ -71,7 +71,7 @@ def test_a_better_plan_replaces_the_first_one(captures: list[Any]) -> None:
         planner.auto_wrap(model, budget=planner.Budget(activations="70%"), search=Search(time_limit_seconds=1.0))
         loop.step()
     first, until = planner.plan_of(model), time.monotonic() + 120
-    assert any("beside training" in line for line in planner.status(model).observed)
+    assert any("background process" in line for line in planner.status(model).observed)
     while planner.plan_of(model).added_seconds >= first.added_seconds and time.monotonic() < until:
         time.sleep(0.2)  # the process beside is of low priority
         loop.step()
