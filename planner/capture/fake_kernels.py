@@ -40,6 +40,8 @@ aten = torch.ops.aten
 _OF_ONE_TYPE = {getattr(aten, name).default for name in ("addbmm", "addmm", "index_add", "index_add_", "mm", "mv")}
 """Operators that take tensors of one element, whatever the number of dimensions."""
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
 
 @contextmanager
 def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
@@ -55,11 +57,15 @@ def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
 
 @contextmanager
 def kernel_types() -> Iterator[None]:
-    """Let fake tensors refuse the element types that kernels refuse, while a call is captured."""
+    """Let fake tensors refuse the element types that kernels refuse, and be viewed as they view, in a capture.
+
+    The program may ask for strides: ``x.as_strided(x.shape, x.stride())`` once read elements in another order.
+    """
 
     def run(function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:
         _refuse_types(function, args, kwargs)
-        return go_on()
+        result = go_on()
+        return _as_kernels_view(args[0], result) if function in _VIEWS else result
 
     with fake_calls_by(run):
         yield
@@ -88,7 +94,7 @@ def kernel_result(function: Any, args: Any, kwargs: Any, run: Callable[[], Any])
         return result
     if any(is_drawn(size) for tensor in tensors for size in tensor.shape):
         return result
-    if function in (aten.view.default, aten._unsafe_view.default):
+    if function in _VIEWS:
         return _as_kernels_view(args[0], result)
     if all(map(_is_contiguous, read)):
         return result

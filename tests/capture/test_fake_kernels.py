@@ -126,6 +126,20 @@ def test_a_batch_of_one_is_laid_out_as_kernels_see_it() -> None:
     assert [tensors_of(node)[0].stride() for node in pooled] == [model(x).stride()] * 2
 
 
+class AsksForStrides(Layers, conv=lambda: nn.Conv2d(64, 64, 2, stride=2)):
+    """Reads a convolution's result by strides that it asks for, which are in the program as numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv((2 * x).transpose(1, 2).reshape(1, 64, 8, 16))
+        return (y * y.as_strided((1, 64, 32), (1, y.stride(1), y.stride(3))).sin().reshape(y.shape)).sum()
+
+
+def test_strides_that_the_forward_asks_for_are_those_of_kernels() -> None:
+    model, planned = beside(AsksForStrides(), activation_budget="100%", deterministic=True, runtime="graph")
+    x = (torch.randn(1, 128, 64),)
+    assert_same(train(model, x), train(planned, x))
+
+
 class Turned(Layers, up=lambda: nn.ConvTranspose2d(64, 64, 2, stride=2)):
     """A loss between what is turned and what is not: its kernel's gradient has the usual layout."""
 
