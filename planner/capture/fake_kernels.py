@@ -56,10 +56,11 @@ def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
 
 
 @contextmanager
-def kernel_types() -> Iterator[None]:
-    """Let fake tensors refuse the element types that kernels refuse, and be viewed as they view, in a capture.
+def kernel_types_and_views() -> Iterator[None]:
+    """Let fake tensors refuse the element types that kernels refuse, and have the strides of their views.
 
-    The program may ask for strides: ``x.as_strided(x.shape, x.stride())`` once read elements in another order.
+    A forward may ask for strides while Dynamo traces it: ``x.as_strided(x.shape, x.stride())`` read elements in another
+    order than in eager.
     """
 
     def run(function: Any, args: Any, kwargs: Any, go_on: Callable[[], Any]) -> Any:

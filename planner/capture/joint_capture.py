@@ -27,7 +27,7 @@ from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of, shapes_of_capture
-from planner.capture.fake_kernels import eager_results, kernel_types
+from planner.capture.fake_kernels import eager_results, kernel_types_and_views
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.in_place import merge_windows, update_in_place
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
@@ -207,7 +207,7 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        quiet, typed = nothing_beside(), kernel_types()
+        quiet, typed = nothing_beside(), kernel_types_and_views()
         with random_states_kept(if_it_fails=True), dynamo_settings(), quiet, deciding, typed, holding(_work, work):
             try:
                 return self._compiled(args, kwargs)

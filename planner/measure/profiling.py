@@ -151,7 +151,7 @@ def measure(
                 if trials.are_satisfied_by(known):  # what a library does once is in a short first run
                     new[key] = known
             found[signature] = replace(known, workspace_bytes=called[signature].workspace_bytes)
-        elsewhere = torch.empty(0)  # or what it was would be cached for the steps to come
+        elsewhere = torch.empty(0)  # freed here, or the allocator would keep it cached during training
     keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)

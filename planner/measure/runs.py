@@ -73,10 +73,10 @@ def _seconds_of_one() -> float:
 
 @cache
 def seconds_of_a_call() -> float:
-    """Return how long a call of a small operator takes, whatever looks on now.
+    """Return how long a call of a small operator takes, without the modes that are on.
 
-    Right after planning has measured, the first rounds find nothing in caches: of 9 the best was 0.72 to 0.84 us in
-    four processes, of 200 it was 0.65 to 0.67.
+    Right after other measurements the first rounds find nothing in caches: the best of 9 was 0.72 to 0.84 us in four
+    processes, the best of 200 was 0.65 to 0.67.
     """
     with outside_tracing():
         one = torch.ones(1)
