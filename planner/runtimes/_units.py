@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx, nn
 
@@ -212,7 +212,8 @@ class PlannedUnits:
 
     def __init__(self, model: nn.Module, plan: Plan, kind: type[PlannedUnit]) -> None:
         self.plan = plan
-        self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
+        self.held_bytes: dict[str, int] = {}
+        """The highest peak of each block so far."""
         equal: dict[Any, list[PlannedUnit]] = {}
         blocks = {path: model.get_submodule(path) for path in blocks_of(plan)}
         self.forwards = {
@@ -221,9 +222,9 @@ class PlannedUnits:
         }
 
     def hold(self, path: str, peak_bytes: int) -> None:
-        """Add to a block's peak; PlanMismatchError if all blocks together exceed what was planned."""
-        self.bytes_left -= peak_bytes
-        if self.bytes_left < 0:
+        """Note a block's peak; PlanMismatchError if all blocks together exceed what was planned."""
+        self.held_bytes[path] = max(peak_bytes, self.held_bytes.get(path, 0))
+        if sum(self.held_bytes.values()) > int(self.plan.fingerprint[BLOCK_BYTES]):
             raise PlanMismatchError(
                 f"block {path} needs more than was planned: it is called with other sizes or element types than "
                 "when the plan was made; make a new plan"
@@ -235,6 +236,8 @@ class PlannedUnit:
 
     compiler: Any = staticmethod(aot_backend)
     """Makes a backend of a partition function; see :class:`planner.capture.joint_capture.Backend`."""
+    kind: ClassVar[Any] = IsolatedCall
+    """How a block is captured."""
 
     def __init__(self, planned: PlannedUnits, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
         self.planned, self.path, self._block = planned, path, block
@@ -245,7 +248,7 @@ class PlannedUnit:
         self.peaks_bytes: list[int] = []
         """Peaks of the graphs that were captured of it."""
         backend = Backend(self._partition, finish=watched, compiler=self.compiler, **AS_BLOCK)
-        self.call = IsolatedCall(block, block.forward, backend)
+        self.call = self.kind(block, block.forward, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, by an equal block's code if Dynamo's guards hold for it."""
@@ -261,7 +264,11 @@ class PlannedUnit:
             self.code = self
             self._equal.append(self)
         result = NOT_CAPTURED if self.code is self else self.code.call.known(args, kwargs, self.call)
-        return self.call(*args, **kwargs) if result is NOT_CAPTURED else result
+        return self.captured(args, kwargs) if result is NOT_CAPTURED else result
+
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block by its own code, captured first where there is none."""
+        return self.call(*args, **kwargs)
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         given = placeholders_given(joint, [*self._block.parameters(), *self._block.buffers()])
@@ -275,6 +282,5 @@ class PlannedUnit:
 
     def hold(self, peak_bytes: int) -> None:
         """Record the peak of one graph of the block; one of them runs in a step."""
-        before = max(self.peaks_bytes, default=0)
         self.peaks_bytes.append(peak_bytes)
-        self.planned.hold(self.path, max(0, peak_bytes - before))
+        self.planned.hold(self.path, peak_bytes)

@@ -258,8 +258,8 @@ class AutoRuntime:
         self._options = options
         if not self._may_change or self._instead is not None:
             return False
-        self._is_compared = False
-        return self._running.plan_anew(_for(candidates(self._model)[0], options))
+        self._is_compared, plan = False, self._running.plan
+        return self._running.plan_anew(_for(plan.runtime if plan else choose(self._model), options))
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,6 @@ from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import (
     NOT_CAPTURED,
     Backend,
-    IsolatedCall,
     Stopped,
     differentiable_outputs,
     loss_outputs,
@@ -32,7 +31,7 @@ from planner.capture.joint_capture import (
 from planner.capture.model_facts import is_sharded
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
-from planner.capture.symbolic import OtherProgramError, Sizes
+from planner.capture.symbolic import Sizes
 from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
@@ -41,17 +40,16 @@ from planner.capture.torch_internals import (
     dynamic_dimensions,
     is_marked_dynamic,
     varying_numbers,
-    with_symbolic_sizes,
     without_dynamic_marks,
 )
 from planner.common.options import AUTO, Offload
-from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
 from planner.plans.reuse import is_reused
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
 from planner.runtimes._gradients import LateGradients, watch_backward
-from planner.runtimes._sized import SizedPrograms
+from planner.runtimes._sized import ANY, NEAR, CallOfAnySize, InputSizes, SizedPrograms, elements, sizes_of
 from planner.runtimes._whole_step import awaiting
 from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError
@@ -74,16 +72,6 @@ _ENOUGH = 0.002
 """Gap to the bound, as a share of the step, at which planning of later sizes stops: training waits for it."""
 
 
-InputSizes = tuple[tuple[int, ...], ...]
-
-_ANY: InputSizes = ((-1,),)
-"""Placeholder for unknown sizes."""
-
-_NEAR = 0.7
-"""Share of a larger size's elements from which inputs reuse its plan: a search for each size would make training wait,
-and with no plans of their own small sizes would recompute in vain."""
-
-
 class PlansBySize:
     """The plans of one wrapped model, by the input sizes that they were solved for.
 
@@ -95,7 +83,7 @@ class PlansBySize:
     def __init__(self, given: Plan | None = None, *, is_kept: bool = False) -> None:
         self._is_kept = is_kept
         """Whether smaller sizes must run the given plan too."""
-        self._plans: dict[InputSizes, Plan] = {_ANY: given} if given is not None else {}
+        self._plans: dict[InputSizes, Plan] = {ANY: given} if given is not None else {}
         self.largest: float = math.inf if given is not None else 0
         """The largest number of elements that there is a plan for."""
 
@@ -107,7 +95,7 @@ class PlansBySize:
     def near(self, sizes: InputSizes) -> Plan | None:
         """Return that plan if it is for sizes that are little larger, or unknown; else None."""
         nearest = self._nearest(sizes)
-        is_far = nearest not in (None, _ANY) and elements(sizes) < _NEAR * elements(nearest)
+        is_far = nearest not in (None, ANY) and elements(sizes) < NEAR * elements(nearest)
         return None if is_far and not self._is_kept else self.nearest(sizes)
 
     def _nearest(self, sizes: InputSizes) -> InputSizes | None:
@@ -122,16 +110,6 @@ class PlansBySize:
         self.largest = max(self.largest, elements(sizes))
         if not is_reused(plan) or self.near(sizes) is None:
             self._plans[sizes] = plan
-
-
-def sizes_of(tensors: Iterable[torch.Tensor]) -> InputSizes:
-    """Return the sizes of inputs."""
-    return tuple(tuple(tensor.shape) for tensor in tensors)
-
-
-def elements(sizes: InputSizes) -> float:
-    """Return the total number of elements."""
-    return math.inf if sizes == _ANY else sum(map(math.prod, sizes))
 
 
 class GraphRuntime(PlannedCalls):
@@ -178,7 +156,7 @@ class GraphRuntime(PlannedCalls):
         """How many calls in a row, up to the last, were captured."""
         self._changes = ""
         """What is no longer so, if a capture is one too many."""
-        self._calls = [self._new_pair()]
+        self._calls = [self._new_call()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the known program for a call, or capture one."""
@@ -204,14 +182,11 @@ class GraphRuntime(PlannedCalls):
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the known program for a call, or return ``NOT_CAPTURED``."""
-        for fixed, sized in self._calls:
-            try:
-                result = fixed.known(args, kwargs)
-                return sized.known(args, kwargs) if result is NOT_CAPTURED else result
-            except OtherBranchError:  # raised before anything was run
-                continue
-            except OtherProgramError:  # likewise
-                break
+        for call in self._calls:
+            with suppress(OtherBranchError):  # raised before anything was run
+                result = call.known(args, kwargs)
+                if result is not NOT_CAPTURED:
+                    return result
         return NOT_CAPTURED
 
     def _captured(self, inputs: Inputs) -> Any:
@@ -248,19 +223,18 @@ class GraphRuntime(PlannedCalls):
         return self._graphs >= self.options.runtime.maximum_shapes
 
     def _what_changes(self, inputs: Inputs) -> str:
-        found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
+        calls = (one for call in reversed(self._calls) for one in (call.fixed, call.sized))
+        found = (call.difference(inputs.args, inputs.kwargs) for call in calls)
         what = next(filter(None, found), "")
         return f": it is no longer true that {what}" if what else ""
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
-        """Capture under the first pair of calls whose branches hold for these inputs, or under a new pair."""
-        for fixed, sized in self._calls:
-            try:
-                return self._capture(inputs, fixed, sized, symbolic)
-            except OtherBranchError:
-                continue
-        self._calls.append(self._new_pair())
-        return self._capture(inputs, *self._calls[-1], symbolic)
+        """Capture under the first call whose branches hold for these inputs, or under a new one."""
+        for call in self._calls:
+            with suppress(OtherBranchError):
+                return self._capture(inputs, call, symbolic)
+        self._calls.append(self._new_call())
+        return self._capture(inputs, self._calls[-1], symbolic)
 
     def _why(self, symbolic: Sequence[Varying]) -> str:
         """Say why the model was captured."""
@@ -270,20 +244,9 @@ class GraphRuntime(PlannedCalls):
             return f"{of_inputs}, as symbols from now on"
         return "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
 
-    def _capture(self, inputs: Inputs, fixed: IsolatedCall, sized: IsolatedCall, symbolic: Sequence[Varying]) -> Any:
-        """Capture and run a call, with varying sizes as symbols if possible, else with fixed sizes."""
-        fails = False
-        if symbolic:
-            try:
-                with with_symbolic_sizes(symbolic), explain_failures(self.model):
-                    return sized(*inputs.args, **inputs.kwargs)
-            except OtherProgramError:
-                pass
-            except CaptureError as error:
-                _log.info("sizes that vary cannot be symbols, so each is captured: %s", error)
-                fails = True
-        result = fixed(*inputs.args, **inputs.kwargs)
-        self._may_vary = self._may_vary and not fails  # it is the symbols that cannot be captured
+    def _capture(self, inputs: Inputs, call: CallOfAnySize, symbolic: Sequence[Varying]) -> Any:
+        result = call.captured(inputs, symbolic)
+        self._may_vary = self._may_vary and call.may_vary
         return result
 
     def _complete_for(self, inputs: Inputs | None) -> None:
@@ -291,8 +254,7 @@ class GraphRuntime(PlannedCalls):
             self.complete_options(inputs)
             self._completed_for = situation
 
-    def _new_pair(self) -> tuple[IsolatedCall, IsolatedCall]:
-        """Return a pair of captures, of fixed and of symbolic sizes."""
+    def _new_call(self) -> CallOfAnySize:
         backend = Backend(
             self.partition,
             choose_outputs=self._choose_outputs,
@@ -300,7 +262,7 @@ class GraphRuntime(PlannedCalls):
             make_program=self._program,
             compiler=self.compiler,
         )
-        return IsolatedCall(self.model, self._own_call, backend), IsolatedCall(self.model, self._own_call, backend)
+        return CallOfAnySize(self.model, self._own_call, backend)
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Capture and plan a call ahead of it: the next one like it runs at once."""
@@ -477,7 +439,7 @@ class GraphRuntime(PlannedCalls):
         """Plan for these outputs from the next call on."""
         self._expected = positions
         self._graphs = 0
-        self._calls = [self._new_pair()]
+        self._calls = [self._new_call()]
 
 
 def marked(inputs: Inputs) -> list[torch.Tensor]:

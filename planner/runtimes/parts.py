@@ -2,14 +2,15 @@
 
 Often one line stops the capture of a whole model. The modules around that line are captured as they are called in one
 recorded step: on fake tensors, or a real step if data decide what runs. A module that is called otherwise than planned
-runs unplanned with a warning, and the next step is planned again.
+runs unplanned with a warning, and the next step is planned again. Inputs that are little smaller than those of a plan
+run by that plan, in graphs with symbols for sizes: no module holds more then, which is checked.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,8 @@ from torch import nn
 from planner.capture.blocks.regions import Block, SeenCall
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_failures, explain_forward, failing_as, in_one_line, raised_at
-from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.inputs import Inputs, check_plannable, varying_dimensions
+from planner.capture.joint_capture import NOT_CAPTURED
 from planner.capture.model_facts import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.planned_call import forwards
@@ -42,6 +44,7 @@ from planner.ir.layers import is_within
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls
 from planner.runtimes._routes import TRIES, CallProfile, warn_of_another
+from planner.runtimes._sized import NEAR, CallOfAnySize, InputSizes, elements, sizes_of
 from planner.runtimes._units import PlannedUnit, PlannedUnits, installed, lower_around, lowering
 from planner.session.eager_study import recorded_for_real
 from planner.session.step import Options, elsewhere_for, study_lowered
@@ -58,6 +61,18 @@ class PartsPlan:
     course: CallProfile
     given: Mapping[str, Any]
     """For each captured module, by path, a description of its inputs; see :func:`_described`."""
+    sizes: InputSizes = ()
+    """Sizes of the model's inputs."""
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """A step that was recorded, and the calls of modules in it, by their paths."""
+
+    step: FollowedStep
+    calls: Mapping[str, Sequence[SeenCall]]
+    course: CallProfile
+    begun: float
 
 
 class PartsRuntime(CallsInSituations):
@@ -72,18 +87,35 @@ class PartsRuntime(CallsInSituations):
         self._misses = 0
         self._before: dict[Any, Decided] = {}
         """Plans of situations that are to be planned again, in case that fails."""
+        self._made: dict[Any, list[PartsPlan]] = {}
+        """Plans by all that they depend on but sizes."""
+        self._parts: dict[Any, _PlannedParts] = {}
+        """By decisions: equal ones share their graphs."""
+        self._sizes: dict[str, list[InputSizes]] = {}
+        """Sizes that a module was captured for, by its path."""
+        self._captured = 0
+        """How many calls had graphs of their own captured."""
+
+    def plan_anew(self, options: Options) -> bool:
+        """Plan under other options from the next call on; equal decisions run by the code that there is."""
+        self.options, self.plan = options, None
+        self._decided.clear()
+        self._made.clear()
+        return True
 
     def decide(self, inputs: Inputs) -> Decided:
-        """Plan the modules that can be captured for these inputs."""
-        if len(self._decided) == self.options.runtime.maximum_shapes:
-            raise RuntimeUnsupportedError(
-                f"the parts of {type(self.model).__name__} were captured {len(self._decided)} times, and this call "
-                "needs captures of its own: pad or bucket its inputs, or pass runtime=Runtime(maximum_shapes=...)"
-            )
+        """Plan the modules that can be captured for these inputs, unless the plan of little larger ones serves."""
         self.complete_options(inputs)
         situation = self.situation(inputs)
+        kind, sizes = _without_sizes(situation)
+        step = record(self.model, inputs, self.options, self._missed)
+        made = None if self._missed else self._of_larger(self._made.get(kind, ()), sizes, step)
+        if made is None or not all(part.call.may_vary for part in self._planned(made).forwards.values()):
+            self._count()
         try:
-            made = plan_parts(self.model, inputs, self.options, self._eager, self._missed, **self.known)
+            if made is None:
+                made = plan_parts(self.model, inputs, self.options, step, self._eager, **self.known)
+                self._made.setdefault(kind, []).append(replace(made, sizes=sizes))
         except (InfeasibleBudgetError, CaptureError) as error:
             if situation not in self._before:
                 raise
@@ -92,17 +124,44 @@ class PartsRuntime(CallsInSituations):
         self.is_confirmed = True
         self._missed = None
         self.put_in_force(made.plan)
-        return made.plan, partial(self._watched, situation, _PlannedParts(self.model, made))
+        return made.plan, partial(self._watched, situation, self._planned(made), made)
+
+    def _count(self) -> None:
+        if self._captured == self.options.runtime.maximum_shapes:
+            raise RuntimeUnsupportedError(
+                f"the parts of {type(self.model).__name__} were captured {self._captured} times, and this call "
+                "needs captures of its own: pad or bucket its inputs, or pass runtime=Runtime(maximum_shapes=...)"
+            )
+        self._captured += 1
+
+    def _of_larger(self, known: Iterable[PartsPlan], sizes: InputSizes, step: SeenStep) -> PartsPlan | None:
+        """Return the plan of the nearest inputs that are a little larger, for a step that has no more of anything."""
+        for made in sorted(known, key=lambda made: elements(made.sizes)):
+            if elements(sizes) < NEAR * elements(made.sizes):
+                return None
+            given = {path: _described(step.calls[path][0].inputs) for path in made.given if path in step.calls}
+            pairs = ((given.get(path, ()), theirs) for path, theirs in made.given.items())
+            if not step.course.beyond(made.course) and all(_is_no_more(ours, theirs) for ours, theirs in pairs):
+                return replace(made, course=step.course, given=given)
+        return None
+
+    def _planned(self, made: PartsPlan) -> _PlannedParts:
+        """Return what runs a plan's modules, and keeps its bytes."""
+        plan = made.plan
+        decisions = plan.fingerprint["blocks"], frozenset(plan.recomputations.items()), plan.offloading
+        if decisions not in self._parts:
+            self._parts[decisions] = _PlannedParts(self.model, made, self._sizes)
+        return self._parts[decisions]
 
     @contextmanager
-    def _watched(self, situation: Any, parts: _PlannedParts) -> Iterator[None]:
+    def _watched(self, situation: Any, parts: _PlannedParts, made: PartsPlan) -> Iterator[None]:
         """Run planned parts in one call, and check afterwards whether the call was as planned."""
         begun = RandomStates()
-        parts.begin()
+        parts.begin(made)
         with installed(self.model, parts.forwards), forwards(parts.counted):
             yield
         unlike = {path: why for path, why in parts.unlike.items() if path not in self._eager}
-        more = parts.now.beyond(parts.course)
+        more = parts.now.beyond(made.course)
         if not unlike and (not more or self._misses == TRIES):
             return
         self._eager.update(unlike)
@@ -110,23 +169,24 @@ class PartsRuntime(CallsInSituations):
         self._missed = begun if more else None
         warn_of_another(self.model, [*(f"{path} {why}" for path, why in unlike.items()), *more])
         self._before[situation] = self._decided.pop(situation)
+        self._made.clear()
 
 
 class _PlannedParts(PlannedUnits):
     """The captured modules of a model, and counters of all others' calls."""
 
-    def __init__(self, model: nn.Module, made: PartsPlan) -> None:
-        self.model, self.given, self.course = model, made.given, made.course
+    def __init__(self, model: nn.Module, made: PartsPlan, sizes: dict[str, list[InputSizes]]) -> None:
+        self.model, self.sizes = model, sizes
         super().__init__(model, made.plan, _PlannedPart)
         self.counted = {
             module: partial(self._count, path, module, module.forward)
             for path, module in model.named_modules()
-            if path and not any(is_within(path, part) for part in self.given)
+            if path and not any(is_within(path, part) for part in made.given)
         }
-        self.begin()
 
-    def begin(self) -> None:
+    def begin(self, made: PartsPlan) -> None:
         """Begin a step."""
+        self.plan, self.given, self.held_bytes = made.plan, made.given, {}
         self.now = CallProfile(self.model)
         self.ran: set[str] = set()
         self.unlike: dict[str, str] = {}
@@ -139,6 +199,8 @@ class _PlannedParts(PlannedUnits):
 
 class _PlannedPart(PlannedUnit):
     """A captured module: planned if called as planned, else eager."""
+
+    kind = CallOfAnySize
 
     def __init__(self, planned: _PlannedParts, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
         super().__init__(planned, path, block, equal)
@@ -165,27 +227,27 @@ class _PlannedPart(PlannedUnit):
                 unlike[self.path] = f"is captured differently ({error})"
         return self._forward(*args, **kwargs)
 
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module by its own code, captured first where there is none; sizes that vary become symbols."""
+        result = self.call.known(args, kwargs)
+        if result is NOT_CAPTURED:
+            inputs, seen = Inputs(args, kwargs), self._parts.sizes.setdefault(self.path, [])
+            symbolic = varying_dimensions(inputs, seen) if self.call.may_vary else []
+            result = self.call.captured(inputs, symbolic)
+            seen.append(sizes_of(inputs.tensors()))
+        return result
+
 
 def plan_parts(
-    model: nn.Module,
-    inputs: Inputs,
-    options: Options,
-    without: Collection[str] = (),
-    missed: RandomStates | None = None,
-    **known: Any,
+    model: nn.Module, inputs: Inputs, options: Options, seen: SeenStep, without: Collection[str] = (), **known: Any
 ) -> PartsPlan:
     """Plan a step whose largest capturable modules are graphs, except those in ``without``.
 
-    If the forward draws random numbers, the largest of several recorded steps is planned; one of them starts from the
-    states ``missed``. ``known`` is for :func:`planner.session.step.plan_study`. Raises CaptureError if nothing can be
-    captured.
+    ``known`` is for :func:`planner.session.step.plan_study`. Raises CaptureError if nothing can be captured.
     """
-    begun = time.perf_counter()
+    followed, calls = seen.step, seen.calls
     options.search.tell("capturing the largest modules that can be captured")
-    check_plannable(model, inputs)
-    with explain_forward(model):
-        followed, seen = _followed(model, inputs, options, missed)
-    allowed = {path: calls for path, calls in seen.items() if not any(is_within(path, other) for other in without)}
+    allowed = {path: each for path, each in calls.items() if not any(is_within(path, other) for other in without)}
     said = f"a step of {type(model).__name__} cannot be followed"
     with failing_as(lambda error: CaptureError(f"{said}: {in_one_line(error)}{raised_at(error)}")):
         found, left = followed.capture_parts(allowed, lowering(model, options))
@@ -203,16 +265,27 @@ def plan_parts(
     if opaque:
         raise CaptureError(f"how much {opaque[0].target} saves is known only when it runs")
     notes = tuple(_notes(followed, blocks, left, lowered.lowered.graph))
-    lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - begun)
+    lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - seen.begun)
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
     plan = replace(step, lowered=lowered).plan(model, options, study=study, **known)
-    return PartsPlan(plan, _course(model, seen), {path: _described(seen[path][0].inputs) for path in blocks})
+    return PartsPlan(plan, seen.course, {path: _described(calls[path][0].inputs) for path in blocks})
+
+
+def record(model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None = None) -> SeenStep:
+    """Record a forward, without data if possible; if it draws random numbers, the largest of several.
+
+    One of these starts from the states ``missed``.
+    """
+    begun = time.perf_counter()
+    check_plannable(model, inputs)
+    with explain_forward(model):
+        step, seen = _followed(model, inputs, options, missed)
+    return SeenStep(step, seen, _course(model, seen), begun)
 
 
 def _followed(
     model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None
 ) -> tuple[FollowedStep, dict[str, list[SeenCall]]]:
-    """Record a forward, without data if possible; if it draws random numbers, the largest of several."""
     elsewhere = elsewhere_for(model, options)
     step = FollowedStep(model, inputs, elsewhere)
     try:
@@ -261,6 +334,25 @@ def _described(inputs: Inputs) -> Any:
     ]
 
 
+def _is_no_more(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether a module is given as much as :func:`_described`, or smaller tensors."""
+    return len(ours) == len(theirs) and all(
+        a == b or (isinstance(a, tuple) and isinstance(b, tuple) and a[1:] == b[1:] and _is_within_sizes(a[0], b[0]))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _is_within_sizes(ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    return len(ours) == len(theirs) and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+
+def _without_sizes(situation: Any) -> tuple[Any, InputSizes]:
+    """Split a situation into all but the sizes of inputs, and those."""
+    (described, *others), *state = situation
+    sizes = tuple(tuple(one[0]) for one in described if isinstance(one, tuple))
+    return (tuple(one[1:] if isinstance(one, tuple) else one for one in described), *others, *state), sizes
+
+
 def _has_choice(block: Block) -> bool:
     """Whether a captured module saves anything that could be recomputed."""
     graph = block.lowered.graph
@@ -301,7 +393,7 @@ class _Parts(RuntimeOfCalls):
     summary = "the largest modules that can be captured as planned graphs of their own, the rest eager"
 
     def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
-        return plan_parts(model, inputs, options, **known).plan
+        return plan_parts(model, inputs, options, record(model, inputs, options), **known).plan
 
 
 RUNTIME = _Parts()

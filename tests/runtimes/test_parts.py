@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ import planner
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.errors import CaptureError, InfeasibleBudgetError
+from planner.runtimes._sized import CallOfAnySize
 from tests.models import WIDTH, Layers, OneLinear, linear, looked_at, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, beside, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
 from tests.tiers import tiered
 
@@ -103,6 +106,23 @@ def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
     assert planner.plan_of(model).runtime == "modules"
     train(model, rows())
     assert planner.plan_of(model).runtime == "parts"
+
+
+@pytest.mark.filterwarnings("ignore:data decide what")
+def test_little_smaller_inputs_run_by_a_plan_that_there_is_in_graphs_for_any_size() -> None:
+    with patch.object(CallOfAnySize, "captured", autospec=True, side_effect=CallOfAnySize.captured) as captured:
+        options = {"runtime": "parts", "activation_budget": "80%", "time_limit_seconds": 1.0, "maximum_shapes": 3}
+        plain, model = beside(Looks(perceptron), **options)
+        for count, planned_for in ((60, 60), (56, 60), (52, 60), (80, 80), (70, 80), (50, 60), (54, 60), (20, 20)):
+            assert_same(train(plain, rows(count)), train(model, rows(count)))
+            model.zero_grad()
+            peak_bytes, _ = measure_peak(partial(step, model, rows(count)), torch.device("cpu"))
+            plan = planner.plan_of(model)
+            assert plan.fingerprint["inputs"] == f"({planned_for}, {WIDTH}) float32"
+            assert bool(plan.recomputations) == (count > 20)
+            assert peak_bytes <= plan.peak_bytes - plan.total_static_bytes
+    # Two parts: at the first size, with symbols at the next, and once more where nothing is recomputed.
+    assert captured.call_count == 6
 
 
 def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
