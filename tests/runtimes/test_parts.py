@@ -168,6 +168,17 @@ def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() ->
     assert planner.plan_of(model).fingerprint["blocks"] == "first"
 
 
+@pytest.mark.filterwarnings("ignore:data decide what")
+def test_a_part_that_data_give_less_than_planned_runs_as_planned() -> None:
+    plain, model = beside(Selects(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Selects does not run")
+        for seed in (1, 2, 6):  # 133, 123 and 120 rows are selected
+            x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed))
+            assert_same(train(plain, x), train(model, x))
+    assert planner.plan_of(model).fingerprint["blocks"] == "first second"
+
+
 def test_a_part_that_is_called_again_runs_as_it_is_and_people_are_told() -> None:
     plain, model = beside(Twice(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
     x, again = rows(), rows()
