@@ -283,19 +283,21 @@ class AutoRuntime:
 
     def _compare(self, captured: Plan | Refusal, inputs: Inputs) -> None:
         """Take another candidate if the first one refuses, or eager's step if the captured one is dearer."""
-        self._is_compared, options = True, self._prepare(self._options, inputs)
+        self._is_compared = True
         tried: Tried = [captured]
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
             others = candidates(self._model)[1:]  # several ranks have none: each would choose for itself
-            plan = try_each(others, tried, options, partial(self._planned, inputs, options))
+            plan = try_each(others, tried, self._options, partial(self._planned, inputs))
         if plan is None:
             raise reason(tried)
         if plan is not captured:
             self._running.stop()
             self._running = self._current = self._start(plan.runtime, plan)
-            self._notes, self._may_change = [*explained(plan, tried, options).warnings], plan.runtime == "parts"
+            self._notes = [*explained(plan, tried, self._options).warnings]
+            self._may_change = plan.runtime == "parts"
 
-    def _planned(self, inputs: Inputs, options: Options, name: str) -> Plan:
+    def _planned(self, inputs: Inputs, name: str) -> Plan:
+        options = self._prepare(self._options, inputs)  # not before it is needed: an eager step is recorded
         return runtimes.get(name).plan(self._model, inputs, _for(name, options))
 
     def _run_other(self, refusal: Refusal, others: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,14 +320,13 @@ class AutoRuntime:
 
     def _started(self, refusal: Refusal, tried: Tried, others: Sequence[str], inputs: Inputs) -> ReplannedModel:
         """Plan with the other candidates and start the cheapest."""
-        options = self._prepare(self._options, inputs)
         parts: Any = self._start("parts", None)
 
         def plan_with(name: str) -> Plan:
-            return parts.plan_for(inputs) if name == "parts" else self._planned(inputs, options, name)
+            return parts.plan_for(inputs) if name == "parts" else self._planned(inputs, name)
 
         with entered(of_model(self._model, inputs.args, inputs.kwargs)):
-            plan = try_each(others, tried, options, plan_with)
+            plan = try_each(others, tried, self._options, plan_with)
         if plan is not None and plan.runtime == "parts":
             return parts
         parts.stop()

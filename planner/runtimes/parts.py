@@ -105,7 +105,6 @@ class PartsRuntime(CallsInSituations):
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the modules that can be captured for these inputs, unless the plan of little larger ones serves."""
-        self.complete_options(inputs)
         situation = self.situation(inputs)
         kind, sizes = _without_sizes(situation)
         step = record(self.model, inputs, self.options, self._missed)
@@ -114,6 +113,7 @@ class PartsRuntime(CallsInSituations):
             self._count()
         try:
             if made is None:
+                self.complete_options(inputs)
                 made = plan_parts(self.model, inputs, self.options, step, self._eager, **self.known)
                 self._made.setdefault(kind, []).append(replace(made, sizes=sizes))
         except (InfeasibleBudgetError, CaptureError) as error:
