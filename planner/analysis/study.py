@@ -113,7 +113,10 @@ class Study:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
         if self.device is None:
             raise UsageError("the device of this step is unknown, so nothing can be offloaded")
-        return host_of(self.device, budget, at_least=at_least, **more)
+        host = host_of(self.device, budget, at_least=at_least, **more)
+        # The loop sends the next batch over the same link.
+        batch_bytes, step_seconds = self.graph.static_bytes.get("inputs", 0), sum(cost.seconds for cost in self.costs)
+        return host.beside(batch_bytes / step_seconds if step_seconds else 0.0)
 
     def host_for(self, asked: Offload, search: Search = Search()) -> Host | None:
         """Return the host memory that is asked for, None if nothing may be offloaded, or ``"auto"`` sees no way to."""

@@ -96,3 +96,13 @@ def test_it_may_take_half_of_what_is_free_shared_by_the_ranks_here(monkeypatch: 
     assert (found.budget_bytes, found.bytes_per_second) == (2 * 2**30, 0.8 * 32e9)
     with pytest.raises(UsageError, match="offload is True, False or 'auto'"):
         Offload("sometimes")
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.0, 1.0), (0.25, 0.75), (3.0, 0.1)])
+def test_the_next_batch_takes_its_part_of_the_link(share: float, left: float) -> None:
+    step = study_on()
+    assert step.device is not None
+    rate, step_seconds = host.host_of(step.device).bytes_per_second, sum(cost.seconds for cost in step.costs)
+    batch_bytes = round(share * rate * step_seconds)
+    with_batch = replace(step, graph=replace(step.graph, static_bytes={"inputs": batch_bytes}))
+    assert with_batch.host("1GiB").bytes_per_second == pytest.approx(left * rate)
