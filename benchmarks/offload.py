@@ -53,7 +53,7 @@ def _rows(name: str, device: str, seconds: float) -> Iterator[Result]:
     search = planner.Search(time_limit_seconds=seconds, compare=False)
     for strategy in PEAKS:
         try:
-            budget = study.as_plan(study.strategy(strategy), strategy).whole_step_peak_bytes
+            budget = study.as_plan(study.strategy(strategy), strategy).budget_bytes
             plans = [study.plan(budget, search=search, offload=offload) for offload in _asked(host_budget)]
         except (UsageError, PlannerError) as error:
             common.progress(f"{name} on {device} at the peak of {strategy}: {error}")

@@ -18,8 +18,9 @@ from planner.ir.policy import Decisions, Policy, decide, run_once
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
-from planner.plans.allocator import optimizer_peak_bytes, whole_peak_bytes
+from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.from_solution import GAP, PRICE, plan_from_solution
+from planner.plans.in_blocks import bounded_by, solved_in_blocks
 from planner.plans.no_plan_fits import no_plan_fits, too_little
 from planner.plans.ordering import lowest_plan_known, solved_in_best_order
 from planner.plans.plan import Plan, PlanOrigin
@@ -40,9 +41,6 @@ _LEAST_SHARE = 0.1
 
 _SHARES = 0.35, 0.4
 """Of the time, for a plan without offload, and for one with it; the rest is for what breaks the budget in blocks."""
-
-ATTEMPTS = 6
-"""How often a step is solved for less; most plans whose blocks break a budget need one."""
 
 
 def make_problem(
@@ -112,6 +110,7 @@ def make_plan(
             static_memory,
             lambda asked: solve(asked, search if asked is problem else again),
             lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
+            lambda: again.within(max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)).clock(),
         )
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
@@ -154,7 +153,7 @@ def _solved_beside_recompute(
     if alone.lower_bound_seconds - found.added_seconds <= worth_seconds:  # with more time it may cost less
         alone = min(alone, _alone(problem, search, solve) or alone, key=lambda one: one.added_seconds)
     if alone.added_seconds - found.added_seconds <= worth_seconds:
-        return alone if host.least_gain else _bounded_by(found, alone)
+        return alone if host.least_gain else bounded_by(found, alone)
     return replace(found, captured_seconds=alone.captured_seconds, alone_seconds=alone.added_seconds)
 
 
@@ -163,54 +162,6 @@ def _alone(problem: Problem, search: Search, solve: Callable[..., Solution]) -> 
     with suppress(InfeasibleBudgetError):
         return solved_in_best_order(replace(problem, host=None), search, solve)
     return None
-
-
-def solved_in_blocks(
-    problem: Problem,
-    static_memory: StaticMemory,
-    solve: Callable[[Problem], Solution],
-    known: Callable[[], Schedule | None] = lambda: None,
-) -> Solution:
-    """Solve a problem so that the allocator's blocks keep the budget; bounds stay valid.
-
-    ``known`` gives a schedule that is taken where none of the solver's does: blocks of two with the same peak differ.
-    An InfeasibleBudgetError says that no such plan was found, with the smallest budget that the blocks of one keep.
-    """
-    budget_bytes = problem.budget_bytes + problem.graph.total_static_bytes
-    first = solution = solve(problem)
-    seen: list[tuple[int, Solution]] = []
-    for attempt in range(ATTEMPTS + 1):
-        needed_bytes = whole_peak_bytes(problem, solution.schedule, static_memory)
-        if needed_bytes <= budget_bytes:
-            return _bounded_by(first, solution)
-        seen.append((needed_bytes, solution))
-        tighter_bytes = solution.peak_bytes - 2**attempt * (needed_bytes - budget_bytes)
-        try:
-            solution = solve(replace(problem, budget_bytes=tighter_bytes))
-        except InfeasibleBudgetError as error:
-            if error.lowest is not None and problem.host is None and problem.regions is None:
-                lowest = Solution.simulated(problem.evaluate(error.lowest), error.lowest, first.solver)
-                seen.append((whole_peak_bytes(problem, lowest.schedule, static_memory), lowest))
-            break
-    if (schedule := known()) is not None:
-        other = Solution.simulated(problem.evaluate(schedule), schedule, first.solver)
-        seen.append((whole_peak_bytes(problem, schedule, static_memory), other))
-    least_bytes, least = min(seen, key=lambda one: one[0])
-    if least_bytes <= budget_bytes:
-        return _bounded_by(first, least)
-    at = problem.evaluate(least.schedule).peak_position
-    raise InfeasibleBudgetError(
-        "the allocator's blocks break the budget",
-        minimum_feasible_peak_bytes=least_bytes,
-        operation=problem.graph.operations[least.schedule.order[at]].name,
-        lower_bound_seconds=first.lower_bound_seconds,
-        lowest=least.schedule,
-    )
-
-
-def _bounded_by(first: Solution, solution: Solution) -> Solution:
-    """Return a solution with the bound of the budget itself: a smaller budget may have a larger one."""
-    return replace(solution, lower_bound_seconds=min(first.lower_bound_seconds, solution.added_seconds))
 
 
 def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
