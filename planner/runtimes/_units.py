@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx, nn
 
@@ -236,8 +236,6 @@ class PlannedUnit:
 
     compiler: Any = staticmethod(aot_backend)
     """Makes a backend of a partition function; see :class:`planner.capture.joint_capture.Backend`."""
-    kind: ClassVar[Any] = IsolatedCall
-    """How a block is captured."""
 
     def __init__(self, planned: PlannedUnits, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
         self.planned, self.path, self._block = planned, path, block
@@ -247,8 +245,16 @@ class PlannedUnit:
         """The block whose code runs."""
         self.peaks_bytes: list[int] = []
         """Peaks of the graphs that were captured of it."""
-        backend = Backend(self._partition, finish=watched, compiler=self.compiler, **AS_BLOCK)
-        self.call = self.kind(block, block.forward, backend)
+        self.call: Any = self.captured_by(block)
+
+    def captured_by(self, block: nn.Module) -> Any:
+        """Return what captures the block's calls."""
+        backend = Backend(self.partition, finish=watched, compiler=self.compiler, **AS_BLOCK)
+        return IsolatedCall(block, block.forward, backend)
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], of: PlannedUnit) -> Any:
+        """Run what was captured for a call of an equal block, or return ``NOT_CAPTURED``."""
+        return self.call.known(args, kwargs, of.call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, by an equal block's code if Dynamo's guards hold for it."""
@@ -256,21 +262,22 @@ class PlannedUnit:
             for other in self._equal:
                 if len(other.peaks_bytes) != 1:
                     continue  # which of its graphs would run, and so what it holds, is not known
-                result = other.call.known(args, kwargs, self.call)
+                result = other.known(args, kwargs, self)
                 if result is not NOT_CAPTURED:
                     self.code = other
                     self.planned.hold(self.path, *other.peaks_bytes)
                     return result
             self.code = self
             self._equal.append(self)
-        result = NOT_CAPTURED if self.code is self else self.code.call.known(args, kwargs, self.call)
+        result = NOT_CAPTURED if self.code is self else self.code.known(args, kwargs, self)
         return self.captured(args, kwargs) if result is NOT_CAPTURED else result
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block by its own code, captured first where there is none."""
         return self.call(*args, **kwargs)
 
-    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Write the forward and backward of a captured graph."""
         given = placeholders_given(joint, [*self._block.parameters(), *self._block.buffers()])
         return self.parted(lower(joint, StepContext(alignment_bytes=1), given), given)
 

@@ -19,15 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.blocks.regions import Block, SeenCall
+from planner.capture.blocks.regions import AS_BLOCK, Block, SeenCall
 from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_failures, explain_forward, failing_as, in_one_line, raised_at
 from planner.capture.inputs import Inputs, check_plannable, varying_dimensions
-from planner.capture.joint_capture import NOT_CAPTURED
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import NOT_CAPTURED, Backend
 from planner.capture.model_facts import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.planned_call import forwards
+from planner.capture.programs import Halves, Program
 from planner.capture.state_restore import RandomStates, random_states_kept, seed_all
+from planner.capture.symbolic import at_sizes
+from planner.capture.torch_internals import boxed
 from planner.capture.trees import leaves_of
 from planner.common.units import format_percent
 from planner.errors import (
@@ -43,6 +47,7 @@ from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls
+from planner.runtimes._gradients import watched
 from planner.runtimes._routes import TRIES, CallProfile, warn_of_another
 from planner.runtimes._sized import NEAR, CallOfAnySize, InputSizes, elements, sizes_of
 from planner.runtimes._units import PlannedUnit, PlannedUnits, installed, lower_around, lowering
@@ -90,9 +95,8 @@ class PartsRuntime(CallsInSituations):
         self._made: dict[Any, list[PartsPlan]] = {}
         """Plans by all that they depend on but sizes."""
         self._parts: dict[Any, _PlannedParts] = {}
-        """By decisions: equal ones share their graphs."""
-        self._sizes: dict[str, list[InputSizes]] = {}
-        """Sizes that a module was captured for, by its path."""
+        """By decisions."""
+        self._calls: dict[nn.Module, _CallsUnderPlans] = {}
         self._captured = 0
         """How many calls had graphs of their own captured."""
 
@@ -150,7 +154,7 @@ class PartsRuntime(CallsInSituations):
         plan = made.plan
         decisions = plan.fingerprint["blocks"], frozenset(plan.recomputations.items()), plan.offloading
         if decisions not in self._parts:
-            self._parts[decisions] = _PlannedParts(self.model, made, self._sizes)
+            self._parts[decisions] = _PlannedParts(self.model, made, self._calls)
         return self._parts[decisions]
 
     @contextmanager
@@ -175,8 +179,8 @@ class PartsRuntime(CallsInSituations):
 class _PlannedParts(PlannedUnits):
     """The captured modules of a model, and counters of all others' calls."""
 
-    def __init__(self, model: nn.Module, made: PartsPlan, sizes: dict[str, list[InputSizes]]) -> None:
-        self.model, self.sizes = model, sizes
+    def __init__(self, model: nn.Module, made: PartsPlan, calls: dict[nn.Module, _CallsUnderPlans]) -> None:
+        self.model, self.calls = model, calls
         super().__init__(model, made.plan, _PlannedPart)
         self.counted = {
             module: partial(self._count, path, module, module.forward)
@@ -197,14 +201,52 @@ class _PlannedParts(PlannedUnits):
         return forward(*args, **kwargs)
 
 
-class _PlannedPart(PlannedUnit):
-    """A captured module: planned if called as planned, else eager."""
+class _CallsUnderPlans(CallOfAnySize):
+    """A module's calls, captured once for all plans."""
 
-    kind = CallOfAnySize
+    def __init__(self, module: nn.Module) -> None:
+        backend = Backend(self._partition, finish=watched, make_program=self._program, **AS_BLOCK)
+        super().__init__(module, module.forward, backend)
+        self.sizes: list[InputSizes] = []
+        """Sizes that were captured."""
+        self.part: _PlannedPart | None = None
+        """The module under the plan in force."""
+
+    def _partition(self, joint: JointGraph) -> Halves:
+        assert self.part is not None
+        return self.part.partition(joint)
+
+    def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
+        part = self.part
+        assert part is not None
+        key = joint.graph, *(x.shape if isinstance(x, torch.Tensor) else x for x in given)
+        if key not in part.programs:
+            halves = part.partition(at_sizes(joint, given) if joint.varies else joint)
+            forward, backward = map(boxed, halves)
+            part.programs[key] = Program(forward, backward, lambda: self.part is part, halves=halves)
+        return part.programs[key]
+
+
+class _PlannedPart(PlannedUnit):
+    """A captured module under one plan: planned if called as planned, else eager."""
 
     def __init__(self, planned: _PlannedParts, path: str, block: nn.Module, equal: list[PlannedUnit]) -> None:
-        super().__init__(planned, path, block, equal)
         self._parts, self._forward = planned, block.forward
+        self.programs: dict[Any, Program] = {}
+        """By what was captured, and what that is given."""
+        super().__init__(planned, path, block, equal)
+
+    def captured_by(self, block: nn.Module) -> Any:
+        """Return what captures the module's calls, under any plan."""
+        calls = self._parts.calls
+        if block not in calls:
+            calls[block] = _CallsUnderPlans(block)
+        return calls[block]
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], of: PlannedUnit) -> Any:
+        """Run what was captured for a call of an equal module, or return ``NOT_CAPTURED``."""
+        self.call.part = self
+        return super().known(args, kwargs, of)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -230,12 +272,11 @@ class _PlannedPart(PlannedUnit):
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module by its own code, captured first where there is none; sizes that vary become symbols."""
-        result = self.call.known(args, kwargs)
+        result = self.known(args, kwargs, self)
         if result is NOT_CAPTURED:
-            inputs, seen = Inputs(args, kwargs), self._parts.sizes.setdefault(self.path, [])
-            symbolic = varying_dimensions(inputs, seen) if self.call.may_vary else []
-            result = self.call.captured(inputs, symbolic)
-            seen.append(sizes_of(inputs.tensors()))
+            inputs, call = Inputs(args, kwargs), self.call
+            result = call.captured(inputs, varying_dimensions(inputs, call.sizes) if call.may_vary else [])
+            call.sizes.append(sizes_of(inputs.tensors()))
         return result
 
 
