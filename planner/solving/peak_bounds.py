@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.common.limits import Clock
@@ -100,17 +100,19 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
 
 def lowest_peak(problem: Problem) -> MinimumPeak:
     """Bound the smallest peak of a problem's plans, including those with offload if there is a host."""
-    if problem.host is None:
-        return minimum_peak(problem.graph, problem.costs)
-    posed = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
-    return replace(minimum_peak(posed.graph, posed.costs), proven_peak_bytes=proven_lowest(problem))
+    asked = _where_all_may_wait_on_the_host(problem)
+    return minimum_peak(asked.graph, asked.costs)
 
 
 def proven_lowest(problem: Problem) -> int:
     """Return a lower bound on the peak of a problem's plans, including those with offload if there is a host."""
-    if problem.host is not None:
-        problem = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
-    return proven_peak(problem.graph, problem.costs)[0]
+    asked = _where_all_may_wait_on_the_host(problem)
+    return proven_peak(asked.graph, asked.costs)[0]
+
+
+def _where_all_may_wait_on_the_host(problem: Problem) -> Problem:
+    host = problem.host
+    return problem if host is None else OffloadReduction(problem, host.movable(problem.graph)).problem
 
 
 def lowest_schedule(problem: Problem, limit_seconds: float = math.inf) -> Schedule:
