@@ -35,20 +35,13 @@ class MinimumPeak:
     """That plan."""
 
 
-def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
-    """Return a lower bound on the peak of any plan and the operation that binds. O(values + inputs).
+def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
+    """Return the bytes that must be live while each operation first runs; no plan has a lower peak. O(values + inputs).
 
     While an operation has its first run, its inputs, outputs and workspace are there, with every
     retained value made so far, and every value made before that is read later and cannot be made
     again.
     """
-    bounds = first_run_bytes(graph, costs)
-    highest = max(bounds, default=0)
-    return (highest, bounds.index(highest)) if highest else (0, 0)
-
-
-def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
-    """Return the bytes that must be live while each operation first runs; see :func:`proven_floor`."""
     operations, values = graph.operations, graph.values
     change = [0] * (len(operations) + 1)
     throughout: list[tuple[int, int]] = []
@@ -77,7 +70,7 @@ def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> lis
 def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
     """Return a lower bound that also counts the recomputation of an operation's inputs, and where it binds.
 
-    No lower than :func:`proven_floor`, and dearer; see :mod:`planner.solving.peak_proof`.
+    No lower than those of :func:`first_run_bytes`, and dearer; see :mod:`planner.solving.peak_proof`.
     """
     return proven_by_last_births(graph, costs, first_run_bytes(graph, costs))
 
