@@ -155,7 +155,7 @@ class SizedStep:
         graph = replace(lowered.graph.with_sizes(self._values_bytes(sizes)), static_bytes=dict(around.static_bytes))
         step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
         costs = _scaled(self._single_costs, lowered.graph, graph, self._workspaces(sizes))
-        in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
+        in_place = joined(graph, step.may_overwrite, costs)
         study = replace(
             self.study,
             graph=in_place.graph,
