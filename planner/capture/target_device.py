@@ -26,7 +26,6 @@ aten = torch.ops.aten
 _LARGEST_BATCH = {"rows": 131_070, "maps": 880_801}
 """Of cuDNN's BatchNorm in training: for inputs of two dimensions, and of more."""
 _LARGEST_BATCH_OF_EVAL = {"rows": 262_136, "maps": 65_535}
-_LEAST_EPSILON = 0.0  # of cuDNN 7.5 and later
 _LARGEST_INDEX = 2**31 - 1
 
 
@@ -146,18 +145,18 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Run cuDNN's operator where torch does."""
-    if weight is None or bias is None or not takes_cudnn(x, mean, weight, training, eps):
+    if weight is None or bias is None or not takes_cudnn(x, mean, weight, training):
         return torch.batch_norm(x, weight, bias, mean, variance, training, momentum, eps, torch.backends.cudnn.enabled)
     return aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
 
 
-def takes_cudnn(x: Tensor, mean: Tensor | None, weight: Tensor, training: bool, eps: float) -> bool:
+def takes_cudnn(x: Tensor, mean: Tensor | None, weight: Tensor, training: bool) -> bool:
     """Whether BatchNorm with weight and bias runs by cuDNN: ``_select_batch_norm_backend`` in Normalization.cpp."""
     types = torch.bfloat16 not in (x.dtype, weight.dtype) and (x.dtype != torch.half or weight.dtype == torch.float32)
     largest = _LARGEST_BATCH if training else _LARGEST_BATCH_OF_EVAL
     small = x.shape[0] <= largest["rows" if x.dim() == 2 else "maps"] and x.numel() < _LARGEST_INDEX
     has_statistics = mean is not None or training
-    return types and small and has_statistics and eps >= _LEAST_EPSILON and torch.backends.cudnn.enabled
+    return types and small and has_statistics and torch.backends.cudnn.enabled
 
 
 _STAND_FOR = {

@@ -43,9 +43,6 @@ class Figures:
         """The figures, with the peak to the byte."""
         return f"peak {self.peak_bytes:,} bytes, +{self.overhead:.1%} step time"
 
-    def __str__(self) -> str:
-        return f"{format_bytes(self.peak_bytes)}, +{format_percent(self.overhead)} step time"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Export:

@@ -10,8 +10,8 @@ whole step (parameters, buffers, the caller's inputs) is no value; it is counted
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -167,6 +167,14 @@ class TrainingGraph:
         for index, earlier in (self.runs_after or {}).items():
             if not all(0 <= before < index < len(self.operations) for before in earlier):
                 raise UsageError(f"operation {index} cannot run after {earlier}")
+
+    def with_sizes(self, sizes: Sequence[int]) -> TrainingGraph:
+        """Return the graph with other bytes of its values."""
+        values = (
+            value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
+            for value, size_bytes in zip(self.values, sizes, strict=True)
+        )
+        return replace(self, values=tuple(values))
 
     @cached_property
     def producer(self) -> tuple[int, ...]:

@@ -69,14 +69,12 @@ def joined(
     graph: TrainingGraph,
     may_overwrite: Mapping[int, Sequence[int]],
     costs: Sequence[OperationCost],
-    like: InPlace | None = None,
 ) -> InPlace:
     """Join operations to what made an input that they may write over, in O(operations + reads).
 
     For an operation ``may_overwrite`` names the inputs whose memory its one result can take: of the same layout, and
     of memory that the step made. It does so where it alone reads one, both are of one phase, and whatever must run
-    before it does so before that one is made; it then runs right after that. ``like`` is what came of the same
-    operations with values of other sizes: mostly the same, and then not written anew.
+    before it does so before that one is made; it then runs right after that.
     """
     joining = _Joining(graph, costs)
     for index in sorted(may_overwrite):
@@ -84,9 +82,6 @@ def joined(
             if joining.can_follow(index, value):
                 joining.join(index, value)
                 break
-    if like is not None and like.over == joining.over:
-        made = replace(like.graph, values=tuple(graph.values[u] for u in like.values), static_bytes=graph.static_bytes)
-        return replace(like, graph=made, single_costs=tuple(costs))
     taken_by = {value: graph.operations[index].outputs[0] for index, value in joining.over.items()}
     found = written_anew(graph, joining.parts, taken_by)
     return replace(found, over=joining.over, single_costs=tuple(costs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 from planner.errors import InfeasibleBudgetError
@@ -10,7 +10,7 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.graph import Operation, OperationCost, Phase, Value
 from planner.ir.policy import backward_begins, held_against, read_by_backward
 from planner.ir.problem import Problem, Solution
-from planner.ir.schedule import Offload, Schedule
+from planner.solving.offload_reduction import schedule_with_fetches
 
 
 def solved_by_policy(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
@@ -168,26 +168,9 @@ class PolicyReduction:
 
     def invert(self, solution: Solution) -> Solution:
         """Translate a solution of ``problem`` into one of the real problem, with its real cost."""
-        order = tuple(self.stands_for[index] for index in solution.schedule.order if self.stands_for[index] >= 0)
-        schedule = Schedule(order, tuple(self._offloads(solution.schedule)))
+        steps = [self.stands_for[index] for index in solution.schedule.order]
+        schedule = schedule_with_fetches(self.real.graph, steps)
         evaluation = self.real.evaluate(schedule)
         bound = solution.lower_bound_seconds + self.added_seconds
         found = Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound)
         return replace(found, solve_seconds=solution.solve_seconds)
-
-    def _offloads(self, schedule: Schedule) -> Iterator[Offload]:
-        """Offload each fetched value after its last use in the forward, until before its next."""
-        last_use: dict[int, int] = {}
-        fetched: dict[int, int] = {}
-        position = 0
-        operations = self.real.graph.operations
-        for index in schedule.order:
-            real = self.stands_for[index]
-            if real < 0:
-                fetched[-1 - real] = last_use[-1 - real] + 1
-                continue
-            for value in (*operations[real].inputs, *operations[real].outputs):
-                if value in fetched and value in operations[real].inputs:
-                    yield Offload(value, fetched.pop(value), (position,))
-                last_use[value] = position
-            position += 1

@@ -6,7 +6,7 @@ until another specialized size confirms it: see :meth:`SizedStep.agrees`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -152,10 +152,10 @@ class SizedStep:
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
         around = self._around(self.inputs(joint.inputs))
-        graph = _resized(lowered.graph, self._values_bytes(sizes), around.static_bytes)
+        graph = replace(lowered.graph.with_sizes(self._values_bytes(sizes)), static_bytes=dict(around.static_bytes))
         step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
         costs = _scaled(self._single_costs, lowered.graph, graph, self._workspaces(sizes))
-        in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
+        in_place = joined(graph, step.may_overwrite, costs)
         study = replace(
             self.study,
             graph=in_place.graph,
@@ -282,15 +282,6 @@ def _sizes_of(node: fx.Node) -> Iterator[Any]:
         if isinstance(tensor, Tensor):
             yield expression_of(tensor.untyped_storage().nbytes())
             yield expression_of(tensor.numel() * tensor.element_size())
-
-
-def _resized(graph: TrainingGraph, values_bytes: Sequence[int], static_bytes: Mapping[str, int]) -> TrainingGraph:
-    """Return a graph with other bytes of values and of resident memory."""
-    values = tuple(
-        value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
-        for value, size_bytes in zip(graph.values, values_bytes, strict=True)
-    )
-    return replace(graph, values=values, static_bytes=dict(static_bytes))
 
 
 def _scaled(

@@ -27,7 +27,7 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
 from planner.solving.minimum_peak_search import lowest_plan
-from planner.solving.peak_bounds import lowest_schedule, proven_floor, proven_peak
+from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, proven_peak
 from planner.solving.rerun_set import RerunSet
 
 _HOT, _WARM, _WARMER, _COLD = 5.0, 0.3, 3.0, 0.003
@@ -134,7 +134,7 @@ class SearchSolver:
         220, 1983.
         """
         problem = incumbent.problem
-        if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
+        if max(first_run_bytes(problem.graph, problem.costs), default=0) > problem.budget_bytes:
             return
         self.require()
         clock = effort.clock()

@@ -7,10 +7,10 @@ a solver then runs again of these operations are offloads, what else it runs aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from planner.ir.graph import Operation, OperationCost, Value
+from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, recompute_in_regions
 
@@ -58,38 +58,10 @@ class OffloadReduction:
         )
 
     def invert(self, schedule: Schedule) -> Schedule:
-        """Translate a schedule of the reduced problem into one of the real problem.
-
-        Values leave right after their last use before, and return right before their next.
-        """
+        """Translate a schedule of the reduced problem into one of the real problem."""
         graph = self.problem.graph
         steps = self._needed(recompute_in_regions(graph, schedule) if graph.has_units else schedule)
-        order = tuple(step for step in steps if step >= 0)
-        operations = self.real.graph.operations
-        fetched = {-1 - step for step in steps if step < 0}
-        last_use = dict.fromkeys(fetched, 0)
-        due: set[int] = set()
-        made: set[int] = set()
-        leaves: dict[int, int] = {}
-        returns: dict[int, list[int]] = {}
-        position = 0
-        for step in steps:
-            if step < 0:
-                due.add(-1 - step)
-                continue
-            for u in fetched.intersection(operations[step].inputs):
-                if u in due:
-                    due.remove(u)
-                    leaves.setdefault(u, last_use[u] + 1)
-                    returns.setdefault(u, []).append(position)
-                last_use[u] = position
-            for u in fetched.intersection(operations[step].outputs):
-                if u in made:  # what is made again stands in for a copy that could as well be gone
-                    leaves.setdefault(u, last_use[u] + 1)
-                made.add(u)
-                last_use[u] = position
-            position += 1
-        return Schedule(order, tuple(Offload(u, leaves[u], tuple(returns[u])) for u in sorted(returns)))
+        return schedule_with_fetches(self.real.graph, steps)
 
     def _needed(self, schedule: Schedule) -> list[int]:
         """Return the runs whose outputs are used: real operations, and ``-1 - value`` for a fetch.
@@ -124,3 +96,34 @@ class OffloadReduction:
                     wanted[u] = True
             steps.append(step)
         return steps[::-1]
+
+
+def schedule_with_fetches(graph: TrainingGraph, steps: Sequence[int]) -> Schedule:
+    """Return the schedule of operations and of fetches, each of which is -1 less the value.
+
+    Values leave right after their last use before, and return right before their next.
+    """
+    fetched = {-1 - step for step in steps if step < 0}
+    last_use = dict.fromkeys(fetched, 0)
+    due: set[int] = set()
+    made: set[int] = set()
+    leaves: dict[int, int] = {}
+    returns: dict[int, list[int]] = {}
+    order: list[int] = []
+    for step in steps:
+        if step < 0:
+            due.add(-1 - step)
+            continue
+        for u in fetched.intersection(graph.operations[step].inputs):
+            if u in due:
+                due.remove(u)
+                leaves.setdefault(u, last_use[u] + 1)
+                returns.setdefault(u, []).append(len(order))
+            last_use[u] = len(order)
+        for u in fetched.intersection(graph.operations[step].outputs):
+            if u in made:  # what is made again stands in for a copy that could as well be gone
+                leaves.setdefault(u, last_use[u] + 1)
+            made.add(u)
+            last_use[u] = len(order)
+        order.append(step)
+    return Schedule(tuple(order), tuple(Offload(u, leaves[u], tuple(returns[u])) for u in sorted(returns)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.common.limits import Clock
@@ -35,20 +35,13 @@ class MinimumPeak:
     """That plan."""
 
 
-def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
-    """Return a lower bound on the peak of any plan and the operation that binds. O(values + inputs).
+def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
+    """Return the bytes that must be live while each operation first runs; no plan has a lower peak. O(values + inputs).
 
     While an operation has its first run, its inputs, outputs and workspace are there, with every
     retained value made so far, and every value made before that is read later and cannot be made
     again.
     """
-    bounds = first_run_bytes(graph, costs)
-    highest = max(bounds, default=0)
-    return (highest, bounds.index(highest)) if highest else (0, 0)
-
-
-def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
-    """Return the bytes that must be live while each operation first runs; see :func:`proven_floor`."""
     operations, values = graph.operations, graph.values
     change = [0] * (len(operations) + 1)
     throughout: list[tuple[int, int]] = []
@@ -77,7 +70,7 @@ def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> lis
 def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
     """Return a lower bound that also counts the recomputation of an operation's inputs, and where it binds.
 
-    No lower than :func:`proven_floor`, and dearer; see :mod:`planner.solving.peak_proof`.
+    No lower than those of :func:`first_run_bytes`, and dearer; see :mod:`planner.solving.peak_proof`.
     """
     return proven_by_last_births(graph, costs, first_run_bytes(graph, costs))
 
@@ -100,17 +93,19 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
 
 def lowest_peak(problem: Problem) -> MinimumPeak:
     """Bound the smallest peak of a problem's plans, including those with offload if there is a host."""
-    if problem.host is None:
-        return minimum_peak(problem.graph, problem.costs)
-    posed = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
-    return replace(minimum_peak(posed.graph, posed.costs), proven_peak_bytes=proven_lowest(problem))
+    asked = _where_all_may_wait_on_the_host(problem)
+    return minimum_peak(asked.graph, asked.costs)
 
 
 def proven_lowest(problem: Problem) -> int:
     """Return a lower bound on the peak of a problem's plans, including those with offload if there is a host."""
-    if problem.host is not None:
-        problem = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
-    return proven_peak(problem.graph, problem.costs)[0]
+    asked = _where_all_may_wait_on_the_host(problem)
+    return proven_peak(asked.graph, asked.costs)[0]
+
+
+def _where_all_may_wait_on_the_host(problem: Problem) -> Problem:
+    host = problem.host
+    return problem if host is None else OffloadReduction(problem, host.movable(problem.graph)).problem
 
 
 def lowest_schedule(problem: Problem, limit_seconds: float = math.inf) -> Schedule:

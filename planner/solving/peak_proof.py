@@ -17,22 +17,18 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, islice
 
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.solving.recompute_search import RecomputeSearch, members, set_of
+from planner.solving.recompute_search import RecomputeSearch, set_of
 
 _LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARES = 200, 80_000, (0.01, 0.3)
 """Sets that are looked at, for each operation and at most; and of what is left of them for one operation, at
 first and where that did not do: always the same work. A look takes about twenty microseconds."""
 
-_LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
-"""Between two sets of ever fewer bytes on the way to one value; and to know what two need."""
-
-_REMEMBERED = 16
-"""Ways to each value that are remembered, and as many that led nowhere."""
+_LOOKS_FOR_TWO = 150
+"""Sets that are looked at to know what two values need."""
 
 _SMALL = 1e-3
 """Values of less than this share of what one operation needs are left out where births are followed."""
@@ -94,12 +90,8 @@ class Births:
         self.irreplaceable.sort(key=self.producer.__getitem__)
         self.beside_bytes = [0 if value.retained else value.size_bytes for value in graph.values]
         """What each value takes beside those that are retained, and those that stand."""
-        search = RecomputeSearch(graph, costs)
-        self.rooms = search.rooms
-        self.can_help = search.can_help
-        irreplaceable = set_of(self.irreplaceable)
-        self.needed = [frozenset(members(helps & irreplaceable)) for helps in self.can_help]
-        """What each operation must have that no plan makes again."""
+        self.search = RecomputeSearch(graph, costs)
+        self.left_out = set_of(u for u, size_bytes in enumerate(self.sizes) if size_bytes <= least_bytes)
         self.looks = 0
         """How many more sets are looked at."""
         self._stand(())
@@ -119,10 +111,8 @@ class Births:
             self.beside_bytes[u] = 0
         self.makers = [self.producer[u] for u in standing]
         self.standing_bytes = [0, *accumulate(self.sizes[u] for u in standing)]
-        self.ways: dict[int, deque[tuple[Live, int]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        """For a value, from which others it can be made, and in how many bytes beside them."""
-        self.vain: dict[int, deque[tuple[Live, Live, int]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        """For a value, what was met in vain on the ways to it, which of that was held, and in how many bytes."""
+        self.beside = self.left_out | set_of(standing)
+        """What is there without being in any set."""
         self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
         """What two values need at least, and the peak at which that was asked."""
 
@@ -225,7 +215,7 @@ class Births:
         while live:
             by_makers = sorted(live, key=self.producer.__getitem__)
             free_bytes = peak_bytes - self._standing_bytes(self.producer[by_makers[-1]]) - sum(map(size_of, live))
-            made = [u for u in by_makers if self._can_be_made_alone(u, _NOTHING, free_bytes + size_of(u))]
+            made = [u for u in by_makers if self.search.can_be_made_alone(u, self.beside, free_bytes + size_of(u))]
             if not made:
                 ways = ((u, live - {u}) for u in reversed(by_makers))
                 made = [*islice((u for u, held in ways if self._can_be_made(u, held, free_bytes + size_of(u))), 1)]
@@ -234,74 +224,14 @@ class Births:
             live = live.difference(made)
         return live
 
-    def _can_be_made_alone(self, value: int, held: Live, room_bytes: int) -> bool:
-        """Whether a value is known to be recomputable from scratch, beside others, in so many bytes."""
-        if self.rooms[value] > room_bytes:
-            return False
-        needed = self.needed[self.producer[value]]
-        return not needed or needed <= held.union(self.standing)
-
     def _can_help(self, held: Live, value: int) -> bool:
         """Whether a value is computed from others, or together with them."""
-        helps = self.can_help[self.producer[value]]
+        helps = self.search.can_help[self.producer[value]]
         return any(helps >> u & 1 for u in held)
 
     def _can_be_made(self, value: int, held: Live, room_bytes: int) -> bool:
-        """Whether a value was found to be recomputable from others, which stay live, in so many further bytes.
-
-        Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other.
-        """
-        if self._can_be_made_alone(value, held, room_bytes):
-            return True
-        if any(enough <= room_bytes and used <= held for used, enough in self.ways[value]):
-            return True
-        if not self._can_help(held, value):
-            return False
-        if any(room_bytes <= too_few and held & met <= used for met, used, too_few in self.vain[value]):
-            return False
-        size_of = self.beside_bytes.__getitem__
-        start = frozenset((value,))
-        queue: list[tuple[int, int, int, int, Live]] = [(0, size_of(value), 0, 0, start)]
-        seen, met = {start}, set[int]()
-        lowest, looks = size_of(value), _LOOKS_FOR_A_VALUE
-        while queue and looks and self.looks > 0:
-            _, own_bytes, _, peak_bytes, live = heapq.heappop(queue)
-            if live is not start and (rest := self._from_nothing(live, held, room_bytes)) <= room_bytes:
-                self.ways[value].appendleft((held & met, max(peak_bytes, rest)))
-                return True
-            if own_bytes <= lowest and live is not start:
-                lowest, looks = own_bytes, _LOOKS_FOR_A_VALUE
-                queue.clear()
-            looks -= 1
-            self.looks -= 1
-            for size_bytes, left_bytes, earlier in self._births_within(live, held, met, own_bytes, room_bytes):
-                if earlier not in seen:
-                    seen.add(earlier)
-                    latest = max(map(self.producer.__getitem__, earlier), default=-1)
-                    entry = (latest, left_bytes, len(seen), max(peak_bytes, size_bytes), earlier)
-                    heapq.heappush(queue, entry)
-        self.vain[value].appendleft((frozenset(met), held & met, room_bytes))
-        return False
-
-    def _from_nothing(self, live: Live, held: Live, room_bytes: int) -> int:
-        """Return the bytes in which a set can be computed from scratch; more than the limit if unknown."""
-        if len(live) != 1:
-            return room_bytes + 1 if live else 0
-        (value,) = live
-        return self.rooms[value] if self._can_be_made_alone(value, held, room_bytes) else room_bytes + 1
-
-    def _births_within(
-        self, live: Live, held: Live, met: set[int], live_bytes: int, room_bytes: int
-    ) -> Iterator[tuple[int, int, Live]]:
-        """Return the births within so many bytes beside others, and the bytes live before each."""
-        size_of = self.beside_bytes.__getitem__
-        for maker in sorted({self.producer[u] for u in live}, reverse=True):
-            if not self.graph.operations[maker].recomputable:
-                continue
-            more = self.touched[maker] - live
-            met |= more
-            size_bytes = live_bytes + sum(map(size_of, more - held)) + self.costs[maker].workspace_bytes
-            if size_bytes > room_bytes:
-                continue
-            earlier = ((live - self.outputs[maker]) | self.inputs[maker]) - held
-            yield size_bytes, sum(map(size_of, earlier)), earlier
+        """Whether a value is known to be recomputable from others, which stay live, in so many further bytes."""
+        before = self.search.looks
+        found = self.search.can_be_made(value, set_of(held) | self.beside, room_bytes)
+        self.looks -= self.search.looks - before
+        return found

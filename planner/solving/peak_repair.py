@@ -133,8 +133,7 @@ class _PeakRepair:
         return next(at for at in range(after + 1, len(order)) if value in operations[order[at]].inputs)
 
     def _can_be_made(self, value: int) -> bool:
-        graph = self.problem.graph
-        return bool(self.search.counts >> value & 1) and graph.operations[graph.producer[value]].recomputable
+        return bool((self.search.counts & ~self.search.lasting[-1]) >> value & 1)
 
     def _count(self) -> None:
         self.clock.work(_SECONDS_PER_LOOK * (self.search.looks - self.counted))

@@ -12,7 +12,7 @@ is for nothing else either, both are recomputed together, and one column stands 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from planner.ir.graph import TrainingGraph
@@ -30,12 +30,12 @@ def merged(problem: Problem) -> Problem:
     graph = problem.graph
     sizes = [value.size_bytes for value in graph.values]
     first: dict[tuple[int, tuple[int, ...]], int] = {}
-    for u in _droppable(problem):
+    for u in _droppable(graph):
         one = first.setdefault((graph.producer[u], graph.readers[u]), u)
         if one != u:
             sizes[one] += sizes[u]
             sizes[u] = 0
-    return _with_sizes(problem, sizes)
+    return replace(problem, graph=graph.with_sizes(sizes))
 
 
 def without_small(problem: Problem) -> Problem:
@@ -43,27 +43,19 @@ def without_small(problem: Problem) -> Problem:
 
     O(values x log values).
     """
-    sizes = [value.size_bytes for value in problem.graph.values]
+    graph = problem.graph
+    sizes = [value.size_bytes for value in graph.values]
     left_bytes = _SMALL_TOGETHER * problem.budget_bytes
-    for u in sorted(_droppable(problem), key=sizes.__getitem__):
+    for u in sorted(_droppable(graph), key=sizes.__getitem__):
         left_bytes -= sizes[u]
         if left_bytes < 0:
             break
         sizes[u] = 0
-    return _with_sizes(problem, sizes)
+    return replace(problem, graph=graph.with_sizes(sizes))
 
 
-def _droppable(problem: Problem) -> list[int]:
-    graph = problem.graph
+def _droppable(graph: TrainingGraph) -> list[int]:
     return [u for u in range(len(graph.values)) if can_be_dropped(graph, u)]
-
-
-def _with_sizes(problem: Problem, sizes: Sequence[int]) -> Problem:
-    values = (
-        value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
-        for value, size_bytes in zip(problem.graph.values, sizes, strict=True)
-    )
-    return replace(problem, graph=replace(problem.graph, values=tuple(values)))
 
 
 @dataclass(frozen=True, slots=True)

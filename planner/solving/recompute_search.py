@@ -51,7 +51,8 @@ class RecomputeSearch:
         self.sizes = [0 if value.retained else value.size_bytes for value in graph.values]
         """Beside what is retained."""
         least_bytes = _SMALL * max(self.sizes, default=0)
-        self.counts = set_of(u for u, size_bytes in enumerate(self.sizes) if size_bytes > least_bytes)
+        retained = set_of(u for u, value in enumerate(graph.values) if value.retained and graph.readers[u])
+        self.counts = retained | set_of(u for u, size_bytes in enumerate(self.sizes) if size_bytes > least_bytes)
         """The values that sets are of."""
         self.inputs = [set_of(operation.inputs) & self.counts for operation in graph.operations]
         self.outputs = [set_of(operation.outputs) & self.counts for operation in graph.operations]
@@ -69,9 +70,12 @@ class RecomputeSearch:
                 helps |= self.can_help[self.producer[u]]
             self.can_help.append(helps)
         self.lasting = [0]
-        """What no plan makes again, of the first so many operations."""
+        """What no plan makes again or need make again, of the first so many operations."""
         for index, operation in enumerate(graph.operations):
-            self.lasting.append(self.lasting[-1] | (0 if operation.recomputable else self.outputs[index]))
+            stays = retained if operation.recomputable else -1
+            self.lasting.append(self.lasting[-1] | self.outputs[index] & stays)
+        self.needed = [helps & self.lasting[-1] & ~retained for helps in self.can_help]
+        """What each operation must have that no plan makes again."""
         self.bytes_of = lru_cache(_REMEMBERED)(self._bytes_of)
         """What a set takes beside what is retained."""
         self.looks_for_a_value = 10
@@ -111,9 +115,9 @@ class RecomputeSearch:
         maker = self.producer[value]
         held = held & self.counts | self.lasting[ran]  # whoever reads it later has it held until then
         core = held
-        for u in members(held):
+        for u in members(held & ~self.lasting[ran]):
             rest = (core | 1 << value) & ~(1 << u)
-            if self._can_be_made(u, rest, room_bytes - self.bytes_of(rest)):
+            if self.can_be_made(u, rest, room_bytes - self.bytes_of(rest)):
                 core &= ~(1 << u)
         # At best what is held stays; or else as much as must, and the rest is made again afterwards.
         for stays in dict.fromkeys((held, core)):
@@ -189,14 +193,18 @@ class RecomputeSearch:
         missing = live & ~held
         free_bytes = room_bytes - self.bytes_of(live)
         for u in sorted(members(missing), key=self.producer.__getitem__):
-            own_bytes = free_bytes + self.sizes[u]
-            if self.rooms[u] <= own_bytes or (deeply and self._can_be_made(u, live & ~(1 << u), own_bytes)):
+            made = self.can_be_made if deeply else self.can_be_made_alone
+            if made(u, live & ~(1 << u), free_bytes + self.sizes[u]):
                 return u
         return -1
 
-    def _can_be_made(self, value: int, held: int, room_bytes: int) -> bool:
+    def can_be_made_alone(self, value: int, held: int, room_bytes: int) -> bool:
+        """Whether a value is known to be recomputable from what no plan makes again, beside others."""
+        return self.rooms[value] <= room_bytes and not self.needed[self.producer[value]] & ~held
+
+    def can_be_made(self, value: int, held: int, room_bytes: int) -> bool:
         """Whether a value is known to be recomputable from others, which stay live, in so many further bytes."""
-        if self.rooms[value] <= room_bytes:
+        if self.can_be_made_alone(value, held, room_bytes):
             return True
         maker = self.producer[value]
         own_bytes = self.bytes_of((self.inputs[maker] | self.outputs[maker]) & ~held) + self.own_bytes[maker]

@@ -16,22 +16,13 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
     The order stays, and the budget is kept if the schedule keeps it. A value leaves when it is sent, or
     before, where its place is needed or the forward of its unit ends: of all that wait for that, those that are
     sent first. It returns as late as it may for no run to wait, or later, where there is no place for it, or the
-    backward of its unit has not begun. What is not sent before it is needed again stays. Either what leaves or what
-    returns is first to take what room there is, whichever lets runs wait less. O(runs + positions in all windows).
+    backward of its unit has not begun. What is not sent before it is needed again stays. What leaves is first to take
+    what room there is. O(runs + positions in all windows).
     """
-    leaving_first, returning_first = _Windows(problem, schedule), _Windows(problem, schedule)
-    leaving_first.leave()
-    leaving_first.come_back()
-    returning_first.leave(at_once=True)
-    returning_first.come_back()
-    returning_first.leave()
-    found = [Schedule(schedule.order, windows.offloads()) for windows in (leaving_first, returning_first)]
-
-    def cost(wide: Schedule) -> tuple[int, float]:
-        evaluation = problem.evaluate(wide)
-        return max(evaluation.peak_bytes, problem.budget_bytes), evaluation.stall_seconds
-
-    return min(found, key=cost)
+    windows = _Windows(problem, schedule)
+    windows.leave()
+    windows.come_back()
+    return Schedule(schedule.order, windows.offloads())
 
 
 class _Windows:
@@ -64,9 +55,8 @@ class _Windows:
         """Return the last position before another at which a value is computed or read."""
         return self.uses[u][bisect_left(self.uses[u], before) - 1]
 
-    def leave(self, *, at_once: bool = False) -> None:
-        """Free offloaded values when they are sent, when their bytes are needed, or at once."""
-        self.starts = []
+    def leave(self) -> None:
+        """Free offloaded values when they are sent, or when their bytes are needed."""
         operations, run_seconds = self.problem.graph.operations, seconds_of_runs(self.problem.costs, self.order)
         free: dict[int, list[int]] = {}
         for u, offload in self.now.items():
@@ -85,7 +75,7 @@ class _Windows:
             room = self.problem.budget_bytes - self.live[position] - sum(self.size[u] for u in waiting)
             ends = (u for u in waiting if position in (self.now[u].returns[0], self.idle[u][0]))
             due = [*dict.fromkeys((*ends, *(u for u in waiting if u in operations[index].outputs)))]
-            while waiting and (at_once or room < 0 or due or sent[waiting[0]] <= now):
+            while waiting and (room < 0 or due or sent[waiting[0]] <= now):
                 u = due.pop() if due else waiting[0]
                 waiting.remove(u)
                 room += self.size[u]

@@ -16,7 +16,7 @@ from planner.capture.lowering import LoweredGraph
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem
 from planner.ir.simulator import lifetimes
-from planner.solving.peak_bounds import lowest_schedule, proven_floor
+from planner.solving.peak_bounds import first_run_bytes, lowest_schedule
 from planner.transforms.chunk_rules import Form, Split, lead_of, split_of
 
 _LARGEST = 8
@@ -62,7 +62,7 @@ def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
     """
     graph = lowered.graph
     costs = (OperationCost(seconds=1.0),) * len(graph.operations)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=proven_floor(graph, costs)[0])
+    problem = Problem(graph=graph, costs=costs, budget_bytes=max(first_run_bytes(graph, costs), default=0))
     schedule = lowest_schedule(problem)
     peak = problem.evaluate(schedule).peak_position
     alive = {copy.value for copy in lifetimes(graph, schedule) if copy.born <= peak <= copy.died}

@@ -19,7 +19,7 @@ from planner.ir.simulator import simulate
 from planner.solvers import ilp
 from planner.solving import milp
 from planner.solving.milp import Answer, Relaxation
-from planner.solving.peak_bounds import minimum_peak, proven_floor
+from planner.solving.peak_bounds import first_run_bytes, minimum_peak
 from tests import oracle
 from tests.example_graphs import transformer
 from tests.planned import problem_at
@@ -33,7 +33,7 @@ def tiny(seed: int, share: float, count: int) -> Problem:
     """Make a small problem whose budget lies a share of the way from the proven floor to keeping everything."""
     graph, costs = oracle.random_graph(seed, operations=count, plain=seed % 3 == 0)
     top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
-    floor, _ = proven_floor(graph, costs)
+    floor = max(first_run_bytes(graph, costs))
     return Problem(graph=graph, costs=costs, budget_bytes=floor + round(share * (top - floor)))
 
 

@@ -16,7 +16,7 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.solving import peak_proof
 from planner.solving.minimum_peak_search import lowest_plan
-from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, minimum_peak, proven_floor, proven_peak
+from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, minimum_peak, proven_peak
 from planner.solving.peak_proof import _SMALL, Births, proven_by_last_births
 from tests.example_graphs import Builder, by_reads
 from tests.oracle import lowest, random_graph
@@ -80,7 +80,7 @@ def test_no_bound_is_above_the_lowest_peak(seed: int) -> None:
     for plain in (False, True):
         graph, costs = random_graph(seed, operations=7, plain=plain)
         bound, where = proven_peak(graph, costs)
-        assert proven_floor(graph, costs)[0] <= bound <= lowest(graph, costs)
+        assert max(first_run_bytes(graph, costs)) <= bound <= lowest(graph, costs)
         assert 0 <= where < len(graph.operations)
 
 
@@ -154,7 +154,7 @@ def test_making_an_input_while_another_waits_counts() -> None:
     reads = [(), (0,), (1,), (2,), (3, 0)]
     graph = by_reads(reads, [4, 1, 9, 1, 1], forward=4)
     costs = (OperationCost(seconds=1.0),) * len(reads)
-    assert proven_floor(graph, costs)[0] == 10
+    assert max(first_run_bytes(graph, costs)) == 10
     floor = minimum_peak(graph, costs)
     assert floor.proven_peak_bytes == lowest(graph, costs) == floor.found_peak_bytes
 
