@@ -15,7 +15,7 @@ gpu.required()
 
 
 @pytest.mark.parametrize(
-    "case", tiered(["snapshot", "model", "tiny", "offload", "peers", "largest"], quick=["snapshot"])
+    "case", tiered(["peers dit-xl2", "peers", "compiled", "tiny", "largest", "profile"], quick=["peers dit-xl2"])
 )
 @gpu.only_fake
 def test_a_rehearsal_has_no_errors(case: str, tmp_path: Path) -> None:
@@ -23,3 +23,4 @@ def test_a_rehearsal_has_no_errors(case: str, tmp_path: Path) -> None:
     benchmark.main(["--rehearsal", "--slower", "4", "--only", case, "--json", str(result)])
     rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
     assert rows and not [row["error"] for row in rows if "error" in row]
+    assert all(row.get("status") != "out of memory" or "one more" in row["what"] for row in rows)
