@@ -220,7 +220,7 @@ def _collect(folder: Path, destination: Path) -> None:
 def _misses(row: Result) -> bool:
     if row.get("status") == "error" or row.get("within_control") is False or row.get("same_step") is False:
         return True
-    if row.get("attention_differences") or (row.get("status") == "out of memory" and "one more" not in row["what"]):
+    if row.get("attention_differences") or row.get("status") == "out of memory":
         return True
     if "predicted_allocated_bytes" not in row or "measured_allocated_bytes" not in row:
         return False

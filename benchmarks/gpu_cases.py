@@ -41,10 +41,9 @@ from planner.common.options import AUTO, grouped
 from planner.diagnose.verification import NOISE, StepResult, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.measure import calibration, devices
-from planner.plans.plan import NoPlanFitsError
 
 READY = "ready"
-_WARM_UPS, _STEPS = 2, 6
+_WARM_UPS, _STEPS = 4, 6
 _ATTEMPTS = 4
 
 Rows = Iterator[Result]
@@ -188,6 +187,7 @@ def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, *
         row["planning_seconds"] = time.perf_counter() - begun
         row |= _predicted(planner.plan_of(loaded.model))
         row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
+        row |= _predicted(planner.plan_of(loaded.model))  # another, after what the first steps have shown
     except Exception as error:
         row |= _failed(error)
     with suppress(PlannerError):
@@ -196,49 +196,37 @@ def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, *
 
 
 def _largest(case: Result) -> Rows:
-    """Train at the largest batches that fit a part of the card, layers checkpointed and planned; see one more break it.
+    """Train at the largest batches that fit a part of the card, layers checkpointed and planned.
 
-    The planned one, and a budget that leaves room for fragments, are found on the CPU.
+    A twentieth stays free for fragments. Which batch a plan fits is found on the CPU.
     """
-    cap_bytes, sizes = case["cap_bytes"], case["sizes"]
-    start, fake = sizes["batch_size"], of_name(case["model"], "cpu", fake_mode(), **sizes)
-
-    def afar(batch: int, budget: int) -> planner.Plan:
-        options = grouped(device=case["device"], time_limit_seconds=1, compare=False, runtime="graph")
-        return api.plan(fake.model, _of_batch(fake, batch).example_kwargs, budget=budget, **options)
+    name, sizes, budget = case["model"], case["sizes"], case["cap_bytes"] * 19 // 20
+    fake = of_name(name, "cpu", fake_mode(), **sizes)
+    options = grouped(device=case["device"], time_limit_seconds=1, compare=False, runtime="graph")
 
     def least(batch: int) -> int:
         try:
-            return afar(batch, 1).peak_bytes
-        except NoPlanFitsError as error:
+            return api.plan(fake.model, _of_batch(fake, batch).example_kwargs, budget=1, **options).peak_bytes
+        except InfeasibleBudgetError as error:
             return error.minimum_feasible_peak_bytes
 
-    budget, over, largest = cap_bytes, 1, _most(least, cap_bytes, start)
-    while largest and over > 0:
-        try:
-            reserved = afar(largest, budget).reserved
-            over = reserved.reserved_bytes - cap_bytes if reserved else 0
-            budget -= max(0, over)
-        except NoPlanFitsError:
-            budget, largest = cap_bytes, largest - _stride(largest)
+    largest = _most(least, budget, sizes["batch_size"])
     yield {}
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     loaded, every_layer = _built(case), partial(_under, peers([])[1], case)
 
     def held(batch: int) -> int:
-        return int(every_layer(_of_batch(loaded, batch), steps=1).get("measured_reserved_bytes", 2 * cap_bytes))
+        return int(every_layer(_of_batch(loaded, batch), steps=1).get("measured_allocated_bytes", 2 * budget))
 
-    checkpointed = _most(held, cap_bytes, start)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.cuda.mem_get_info()[1]))
-    planned = partial(partial, _planned, case)
+    checkpointed = _most(held, budget, sizes["batch_size"])
+    torch.cuda.set_per_process_memory_fraction(min(1.0, case["cap_bytes"] / torch.cuda.mem_get_info()[1]))
+    planned = partial(_planned, case, budget=budget)
     for train, batch in (
         (every_layer, checkpointed),
-        (planned(what="planned for that batch", budget=budget), checkpointed),
-        (planned(what="planned for the largest batch", budget=budget), largest),
-        (planned(what="planned for one more", budget=cap_bytes), largest + _stride(largest)),
+        (partial(planned, what="planned for that batch"), checkpointed),
+        (partial(planned, what="planned for its largest"), largest),
     ):
-        if not batch:
-            continue
-        row = train(_of_batch(loaded, batch)) | {"cap_bytes": cap_bytes, "batch": batch}
+        row = {"cap_bytes": case["cap_bytes"], "batch": batch, **train(_of_batch(loaded, batch))}
         if "seconds" in row:
             unit = "tokens" if "seq_len" in sizes else "images"
             row[f"{unit}_per_second"] = batch * sizes.get("seq_len", 1) / row["seconds"]

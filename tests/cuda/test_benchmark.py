@@ -22,5 +22,4 @@ def test_a_rehearsal_has_no_errors(case: str, tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
     benchmark.main(["--rehearsal", "--slower", "4", "--only", case, "--json", str(result)])
     rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
-    assert rows and not [row["error"] for row in rows if "error" in row]
-    assert all(row.get("status") != "out of memory" or "one more" in row["what"] for row in rows)
+    assert rows and not [row for row in rows if row.get("status") in ("error", "out of memory")]
