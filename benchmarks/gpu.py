@@ -10,6 +10,7 @@ than those of eager's own steps.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -93,8 +94,10 @@ class Child:
     lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
 
     def __post_init__(self) -> None:
+        # A batch that fills the card leaves no room for fragments.
+        of_largest = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if "cap_bytes" in self.case.what else {}
         self.process = subprocess.Popen(
-            [*self.command, json.dumps(self.case.what)],
+            [*self.command, json.dumps(self.case.what)], env={**os.environ, **of_largest},
             cwd=common.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()

@@ -198,7 +198,7 @@ def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, *
 def _largest(case: Result) -> Rows:
     """Train at the largest batches that fit a part of the card, layers checkpointed and planned.
 
-    A twentieth stays free for fragments. Which batch a plan fits is found on the CPU.
+    A twentieth stays free. Which batch a plan fits is found on the CPU.
     """
     name, sizes, budget = case["model"], case["sizes"], case["cap_bytes"] * 19 // 20
     fake = of_name(name, "cpu", fake_mode(), **sizes)
@@ -212,7 +212,6 @@ def _largest(case: Result) -> Rows:
 
     largest = _most(least, budget, sizes["batch_size"])
     yield {}
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     loaded, every_layer = _built(case), partial(_under, peers([])[1], case)
 
     def held(batch: int) -> int:
@@ -220,12 +219,8 @@ def _largest(case: Result) -> Rows:
 
     checkpointed = _most(held, budget, sizes["batch_size"])
     torch.cuda.set_per_process_memory_fraction(min(1.0, case["cap_bytes"] / torch.cuda.mem_get_info()[1]))
-    planned = partial(_planned, case, budget=budget)
-    for train, batch in (
-        (every_layer, checkpointed),
-        (partial(planned, what="planned for that batch"), checkpointed),
-        (partial(planned, what="planned for its largest"), largest),
-    ):
+    planned = partial(_planned, case, what="planned", budget=budget)
+    for train, batch in dict.fromkeys([(every_layer, checkpointed), (planned, checkpointed), (planned, largest)]):
         row = {"cap_bytes": case["cap_bytes"], "batch": batch, **train(_of_batch(loaded, batch))}
         if "seconds" in row:
             unit = "tokens" if "seq_len" in sizes else "images"
