@@ -153,6 +153,7 @@ def _peers(case: Result) -> Rows:
         yield row
         if peer.name != "eager" and "seconds" in row:
             peaks[f"planned at the peak of {peer.name}"] = row["measured_allocated_bytes"]
+    peaks = dict(sorted(peaks.items(), key=lambda peak: peak[1]))  # the tightest first
     for what, budget in peaks.items():
         row = _planned(case, loaded, what, budget, runtime="inductor" if compiled else "auto")
         offloads[what] = row.get("host_bytes", 0) > 0
@@ -240,7 +241,7 @@ def _most(needs: Callable[[int], int], cap_bytes: int, start: int) -> int:
             return low
         place = min(bisect(tried, low), len(tried) - 1) or 1
         (one, size), (other, its) = ((batch, known[batch]) for batch in tried[place - 1 : place + 1])
-        guess = one + (cap_bytes - size) * (other - one) // (its - size)
+        guess = one + (cap_bytes - size) * (other - one) // max(1, its - size)
         guess = min(max(guess, low + _stride(low)), high - 1)
         known[guess] = needs(guess)
 
@@ -328,6 +329,8 @@ def _failed(error: Exception) -> Result:
     traceback.print_exc()  # whole, into the log
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "out of memory"}
+    if isinstance(error, InfeasibleBudgetError):  # Inductor's code may need more than it was drafted to
+        return {"status": "infeasible", "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
     return {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 

@@ -15,7 +15,8 @@ gpu.required()
 
 
 @pytest.mark.parametrize(
-    "case", tiered(["peers dit-xl2", "peers", "compiled", "tiny", "largest", "profile"], quick=["peers dit-xl2"])
+    "case",
+    tiered(["peers dit-xl2", "peers", "compiled dit-xl2", "tiny", "largest", "profile"], quick=["peers dit-xl2"]),
 )
 @gpu.only_fake
 def test_a_rehearsal_has_no_errors(case: str, tmp_path: Path) -> None:
