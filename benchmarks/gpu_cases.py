@@ -110,7 +110,7 @@ def _tiny(case: Result) -> Rows:
         try:
             model = made()
             options = {"runtime": runtime, "offload": offload, "time_limit_seconds": 1}
-            _wrap(model, (x,), {}, {"budget": "60%", **options})
+            _wrap(model, x, "60%", options)
             apart = distance(steps[0], _left_behind(model, lambda model=model: model(x)))
             row |= _predicted(planner.plan_of(model)) | _measured(lambda model=model: model(x).backward(), model)
             row |= {
@@ -177,14 +177,13 @@ def _under(peer: Peer, case: Result, loaded: zoo.ZooModel, steps: int = _STEPS) 
     return row
 
 
-def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, **options: Any) -> Result:
+def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: int, **options: Any) -> Result:
     """Train under a plan, and say what it predicted."""
     row: Result = {"what": what, "model": case["model"]}
     try:
-        options |= {"budget": budget, "time_limit_seconds": case["solve_seconds"]}
+        options |= {"time_limit_seconds": case["solve_seconds"], "wait": True}
         begun = time.perf_counter()
-        if not _wrap(loaded.model, (), loaded.example_kwargs, options):
-            row["what"] += ", which cannot be kept: for the least"
+        api.auto_wrap(loaded.model, loaded.example_kwargs, budget=budget, **grouped(**options))
         row["planning_seconds"] = time.perf_counter() - begun
         row |= _predicted(planner.plan_of(loaded.model))
         row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
@@ -261,19 +260,17 @@ def _built(case: Result) -> zoo.ZooModel:
     return replace(built, model=built.model.cuda(), example_kwargs=kwargs)
 
 
-def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> bool:
-    """Plan to the end for a share of the activations or for bytes of the device, or else for the least that fits."""
-    budget, inputs = options.pop("budget"), planner.Inputs.of(args or None, kwargs or None)
-    asked = first = budget if isinstance(budget, int) else planner.Budget(activations=budget)
+def _wrap(model: nn.Module, x: torch.Tensor, share: str, options: Result) -> None:
+    """Plan to the end for a share of the activations, or for the least that is known to be feasible."""
+    budget: planner.Budget | int = planner.Budget(activations=share)
     for attempt in range(_ATTEMPTS):
         try:
-            api.auto_wrap(model, inputs, budget=asked, **grouped(wait=True, **options))
-            break
+            api.auto_wrap(model, x, budget=budget, **grouped(wait=True, **options))
+            return
         except InfeasibleBudgetError as refusal:
-            asked = refusal.minimum_feasible_peak_bytes
             if attempt == _ATTEMPTS - 1:
                 raise
-    return asked is first
+            budget = refusal.minimum_feasible_peak_bytes
 
 
 def _step(model: Any, loaded: zoo.ZooModel) -> None:
@@ -329,7 +326,7 @@ def _failed(error: Exception) -> Result:
     traceback.print_exc()  # whole, into the log
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "out of memory"}
-    if isinstance(error, InfeasibleBudgetError):  # Inductor's code may need more than it was drafted to
+    if isinstance(error, InfeasibleBudgetError):
         return {"status": "infeasible", "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
     return {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 

@@ -14,10 +14,10 @@ from tests.tiers import tiered
 gpu.required()
 
 
-@pytest.mark.parametrize(
-    "case",
-    tiered(["peers dit-xl2", "peers", "compiled dit-xl2", "tiny", "largest", "profile"], quick=["peers dit-xl2"]),
-)
+CASES = ["peers dit-xl2", "peers", "compiled dit-xl2", "tiny", "largest", "profile"]
+
+
+@pytest.mark.parametrize("case", tiered(CASES, quick=CASES[:1]))
 @gpu.only_fake
 def test_a_rehearsal_has_no_errors(case: str, tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
