@@ -213,11 +213,10 @@ def brings(row: Result) -> dict[str, float]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
-    parser = common.parser("ablation", __doc__)
+    parser = common.parser("ablation", __doc__, resumes=True)
     parser.add_argument("--instances", metavar="DIR", help="folder of published instances, of which two are cases, too")
     parser.add_argument("--time-limit", metavar="S", type=float, default=SECONDS, help="counted work for each solve")
     parser.add_argument("--parts", metavar="NAMES", help="of these parts alone, with commas (default: all)")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     args = parser.parse_args(arguments)
     common.check_destination(args.json)
     cases = dict(CASES)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.diffusion import diffusion_unet
 from benchmarks.pairs import evoformer, graph_transformer
-from benchmarks.unets import diffusion_unet
 from planner import zoo
+from planner.capture.torch_internals import FakeTensorMode
 from planner.zoo import ZooModel
 
 ZOO_SIZES: dict[str, dict[str, Any]] = {
@@ -41,23 +43,6 @@ ZOO_SIZES: dict[str, dict[str, Any]] = {
 }
 """Those that ``benchmarks.prediction`` runs have its sizes."""
 
-GPU_SIZES: dict[str, dict[str, Any]] = {
-    "minigpt": {"batch_size": 64, "seq_len": 1024, "dtype": "bfloat16"},
-    "gpt2": {"batch_size": 32, "seq_len": 1024, "dtype": "bfloat16"},
-    "gpt2-774m": {"batch_size": 8, "seq_len": 1024, "dtype": "bfloat16"},
-    "llama-7b": {"batch_size": 4, "seq_len": 2048, "layers": 8, "dtype": "bfloat16"},
-    "minimind-26m": {"batch_size": 64, "seq_len": 2048, "dtype": "bfloat16"},
-    "mixtral-1b": {"batch_size": 4, "seq_len": 2048, "dtype": "bfloat16"},
-    "bert-large": {"batch_size": 64, "seq_len": 512, "dtype": "bfloat16"},
-    "t5-base": {"batch_size": 32, "seq_len": 512, "dtype": "bfloat16"},
-    "vit-b16": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
-    "resnet50": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
-    "resnet152": {"batch_size": 192, "image_size": 224, "dtype": "bfloat16"},
-    "convnext-tiny": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
-    "unet": {"batch_size": 16, "image_size": 512, "dtype": "bfloat16"},
-}
-"""Sizes at which a step without recompute takes tens of GiB."""
-
 TOKENS, BATCH, LENGTH, CLASSES = 2000, 2, 256, 10
 ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
     "minigpt": {"batch_size": 8, "layers": 2, "seq_len": 256},
@@ -74,13 +59,21 @@ ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
 """Sizes of :data:`CASES` at which gradients, which no plan can make smaller, are a small part of the peak."""
 
 
-def build(name: str, *, on_gpu: bool = False, **sizes: Any) -> ZooModel:
-    """Build one of :data:`CASES` with random weights and inputs, or one of :data:`GPU_SIZES` on the GPU.
-
-    ``sizes`` are in place of those that a case has.
-    """
+def build(name: str, **sizes: Any) -> ZooModel:
+    """Build one of :data:`CASES` with random weights and inputs; ``sizes`` are in place of those that it has."""
     torch.manual_seed(0)
-    return zoo.build(name, device="cuda", **GPU_SIZES[name]) if on_gpu else CASES[name](**sizes)
+    return CASES[name](**sizes)
+
+
+def of_name(name: str, device: str = "cpu", fake_mode: FakeTensorMode | None = None, **sizes: int) -> ZooModel:
+    """Build in bfloat16 a model of the zoo, one of a file in ``configurations``, or the diffusion transformer."""
+    if name == "dit-xl2":
+        with torch.device(device):
+            place = "benchmarks.diffusion:diffusion_transformer"
+            return zoo.load_user_model(place, sizes=sizes, fake_mode=fake_mode)
+    file = Path(__file__).parent / "configurations" / f"{name}.json"
+    name = f"hf:{file}" if file.exists() else name
+    return zoo.build(name, device=device, fake_mode=fake_mode, dtype="bfloat16", **sizes)
 
 
 def _llama(*, with_mask: bool, count: int = BATCH) -> ZooModel:

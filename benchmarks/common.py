@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cost_models.devices import available_cores
+from planner.capture.memory import keep_freed_memory
 from planner.common.atomic import check_writable, write_text
 from planner.errors import PlannerError, UsageError
 
@@ -26,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 Result = dict[str, Any]
 
 
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every benchmark."""
+def parser(name: str, description: str | None, *, resumes: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark, and of those that may go on after an interruption."""
     summary = (description or "").split("\n\n")[0]
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=summary)
     made.add_argument(
@@ -36,7 +37,15 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
         default=str(RESULTS / f"{name}.json"),
         help="where results go, a Markdown table beside them; - is standard output (default: benchmarks/results)",
     )
+    if resumes:
+        made.add_argument("--resume", action="store_true", help="keep what FILE has of this torch version")
     return made
+
+
+def keep_memory() -> None:
+    """Let times be without page faults where that can be."""
+    if not keep_freed_memory():
+        progress("this system's allocator cannot be told to keep memory: times include page faults")
 
 
 def environment(name: str, arguments: Sequence[str]) -> Result:

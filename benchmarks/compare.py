@@ -30,16 +30,15 @@ from torch import nn
 
 import planner
 from benchmarks import common, comparison
-from benchmarks.cases import ACTIVATION_SIZES, CASES, GPU_SIZES, build
+from benchmarks.cases import ACTIVATION_SIZES, CASES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.peers import INDUCTOR, NotForThisModelError, Peer, compiled_peers, peers
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from cost_models.measured import Profile
-from planner.capture.memory import keep_freed_memory
 from planner.capture.planned_call import remove_planned_call
 from planner.capture.torch_internals import installed_call
 from planner.common.options import grouped
-from planner.errors import InfeasibleBudgetError, PlannerError, UsageError
+from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.plans.plan import NoPlanFitsError
 from planner.report.progress import Shown, shown
 from planner.zoo import ZooModel
@@ -73,10 +72,8 @@ class _References:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
-    parser = common.parser("compare", __doc__)
+    parser = common.parser("compare", __doc__, resumes=True)
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(CASES)} (default: {MODELS})")
-    sized = "sizes for two CPU cores, or on a GPU for tens of GiB (default: cpu)"
-    parser.add_argument("--size", choices=("cpu", "gpu"), default="cpu", help=sized)
     percentages: Result = {"metavar": "PERCENT", "type": common.ratios}
     ratios = "activation_memory_budget of PyTorch's partitioner (default: 100,80,60,40,20,1)"
     parser.add_argument("--ratios", default="100,80,60,40,20,1", help=ratios, **percentages)
@@ -85,14 +82,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", metavar="S", type=float, default=60.0, help="to time one model (default: 60)")
     parser.add_argument("--time-limit", metavar="S", type=float, default=8.0, help="for each solve (default: 8)")
     parser.add_argument("--inductor", action="store_true", help="compare what is compiled, and nothing else")
-    parser.add_argument("--resume", action="store_true", help="keep the models that FILE has of this torch version")
     args = parser.parse_args(arguments)
-    if not keep_freed_memory():
-        common.progress("this system's allocator cannot be told to keep memory: times include page faults")
-    on_gpu = args.size == "gpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise UsageError("there is no GPU here: leave out --size gpu")
-    names = common.chosen(args.models or (None if on_gpu else MODELS), list(GPU_SIZES if on_gpu else CASES))
+    common.keep_memory()
+    names = common.chosen(args.models or MODELS, list(CASES))
     common.check_destination(args.json)
     done = common.earlier("compare", args.json) if args.resume else {}
     kept = {entry["model"]: entry for entry in done.get("models", ())}
@@ -135,9 +127,8 @@ def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
     """Measure all ways of one model."""
     common.progress(f"{name}:")
     bar(f"{name}: alternatives")
-    loaded = build(name, on_gpu=args.size == "gpu", **(ACTIVATION_SIZES.get(name, {}) if args.inductor else {}))
+    loaded = build(name, **(ACTIVATION_SIZES.get(name, {}) if args.inductor else {}))
     model = loaded.model
-    device = next(model.parameters()).device
     # What is compiled has a model of its own: at one that others change Dynamo looks again each time.
     apart = replace(loaded, model=copy.deepcopy(model))
     rows: list[Result] = []
@@ -153,7 +144,7 @@ def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
     alternatives = compiled_peers(args.ratios) if args.inductor else peers(args.ratios)
     for number, peer in enumerate(alternatives):
         bar.count(number, len(alternatives))
-        keep(*_try(apart if peer.compiles else loaded, peer, references, device))
+        keep(*_try(apart if peer.compiles else loaded, peer, references))
     references.draws_others = False  # plans draw what eager draws
     options: dict[str, Any] = {"runtime": "inductor"} if args.inductor else {"profile": _profile(loaded)}
     base = next((row for row in rows if row["way"] == INDUCTOR and row["status"] == "run"), rows[0])
@@ -163,15 +154,15 @@ def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
     wanted += [(f"at {percent(share, 0)} of {whose}", int(share * base["peak_bytes"])) for share in args.shares]
     for title, budget_bytes in _distinct(wanted):
         bar(f"{name}: planned {title}")
-        keep(*_plan(apart, title, budget_bytes, options, args, references, device))
+        keep(*_plan(apart, title, budget_bytes, options, args, references))
     smallest = [row["smallest_bytes"] for row in rows if "smallest_bytes" in row]
     if args.inductor:  # a graph's peak says little of its code's
         resident_bytes = next((row["resident_bytes"] for row in rows if "resident_bytes" in row), 0)
         smallest = [row["code_bytes"] - resident_bytes for row in rows if "code_bytes" in row]
     if smallest:
-        keep(*_plan(apart, "as small as it goes", min(smallest), options, args, references, device))
+        keep(*_plan(apart, "as small as it goes", min(smallest), options, args, references))
     bar(f"{name}: all ways in turn, {args.seconds:g} s or five rounds")
-    rounds = in_turn([(way.prepare, way.step) for way in ways], args.seconds, device, bar.count)
+    rounds = in_turn([(way.prepare, way.step) for way in ways], args.seconds, bar.count)
     against = next((position for position, way in enumerate(ways) if way.row is base), 0)
     for position, way in enumerate(ways):
         ratios = [took[position] / took[against] for took in rounds]
@@ -196,12 +187,12 @@ def _distinct(wanted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return [(title, budget_bytes) for budget_bytes, title in titles.items()]
 
 
-def _try(loaded: ZooModel, peer: Peer, references: _References, device: torch.device) -> tuple[Result, _Way | None]:
+def _try(loaded: ZooModel, peer: Peer, references: _References) -> tuple[Result, _Way | None]:
     """Run an alternative once and hold its gradients against eager's; the first that runs is eager."""
     row: Result = {"way": peer.name, "ours": False, "status": "run"}
     prepare = _switch(loaded, peer)
     try:
-        row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, references, peer.compiles, device)
+        row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, references, peer.compiles)
     except NotForThisModelError as error:
         return {**row, "status": "not run", "reason": f"does not take it: {error}"}, None
     except Exception as error:
@@ -238,16 +229,14 @@ def _switch(loaded: ZooModel, peer: Peer) -> Callable[[], None]:
     return prepare
 
 
-def _measure(
-    loaded: ZooModel, prepare: Callable[[], None], references: _References, compiles: bool, device: torch.device
-) -> tuple[int, str]:
+def _measure(loaded: ZooModel, prepare: Callable[[], None], references: _References, compiles: bool) -> tuple[int, str]:
     """Return the peak of a step and what its gradients are beside eager's.
 
     The first way that is measured is eager; the first that ``compiles`` is a compiled graph without recompute.
     """
     step = step_of(loaded)
     buffers = {name: buffer.clone() for name, buffer in loaded.model.named_buffers()}
-    measured = peak_bytes(prepare, step, device)
+    measured = peak_bytes(prepare, step)
 
     def gradients() -> list[torch.Tensor]:
         prepare()
@@ -314,7 +303,6 @@ def _plan(
     options: Mapping[str, Any],
     args: argparse.Namespace,
     references: _References,
-    device: torch.device,
 ) -> tuple[Result, _Way | None]:
     """Plan for a peak, and run the plan."""
     compiled = options.get("runtime") == "inductor"
@@ -350,7 +338,7 @@ def _plan(
         _take_out(loaded)
         use(loaded.model, call)
 
-    row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, references, compiled, device)
+    row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, references, compiled)
     plan = planner.plan_of(loaded.model)  # the one for what was observed of the loop
     resident_bytes = plan.total_static_bytes
     row["resident_bytes"], row["predicted_peak_bytes"] = resident_bytes, plan.peak_bytes - resident_bytes

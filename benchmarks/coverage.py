@@ -32,14 +32,13 @@ PRELOADED = [
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
-    parser = common.parser("coverage", __doc__)
+    parser = common.parser("coverage", __doc__, resumes=True)
     parser.add_argument("--models", metavar="NAMES", help="with commas, or how they begin, as module/ (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (default: 1)")
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="for each model (default: 120)")
     parser.add_argument("--gib", type=float, default=8.0, help="address space of each process (default: 8)")
     parser.add_argument("--time-limit", type=float, default=1.0, metavar="S", help="of each solve (default: 1)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further model after so long")
-    parser.add_argument("--resume", action="store_true", help="keep what FILE has of this torch version")
     args = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     common.check_destination(args.json)

@@ -15,7 +15,6 @@ from benchmarks import common
 from benchmarks.cases import ARCHITECTURES, CASES, build
 from benchmarks.common import Result, mebibytes
 from benchmarks.steps import without_recompute
-from planner.capture.memory import keep_freed_memory
 from planner.errors import PlannerError
 from planner.zoo import ZooModel
 
@@ -24,13 +23,11 @@ PEAK_GOAL, TIME_GOAL, MEAN_TIME_GOAL = 1.0, 1.02, 1.0
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
-    parser = common.parser("full_save", __doc__)
+    parser = common.parser("full_save", __doc__, resumes=True)
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(CASES)} (default: all)")
     parser.add_argument("--seconds", metavar="S", type=float, default=8.0, help="for timing each model (default: 8)")
-    parser.add_argument("--resume", action="store_true", help="keep what FILE has of this torch version")
     args = parser.parse_args(arguments)
-    if not keep_freed_memory():
-        common.progress("this system's allocator cannot be told to keep memory: times include page faults")
+    common.keep_memory()
     common.check_destination(args.json)
     done = common.earlier("full_save", args.json).get("models", []) if args.resume else []
     kept = {entry["model"]: entry for entry in done}

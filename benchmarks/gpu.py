@@ -1,4 +1,4 @@
-"""Do predictions hold on a GPU? Peaks, times, bits, offload and the largest batch: what matters most comes first.
+"""Do plans hold on a GPU, and what do they gain there? What says most comes first.
 
 Each case runs in a process of its own, with a time limit, so that the allocator starts empty and nothing that hangs or
 crashes takes others along; the next one captures on free cores meanwhile. Rows are written as they come, what goes
@@ -10,6 +10,7 @@ than those of eager's own steps.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.cases import GPU_SIZES
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.gpu_cases import READY
 from planner.errors import UsageError
@@ -33,19 +33,15 @@ from planner.measure import devices
 
 ALLOCATED_GOAL, RESERVED_GOAL = 0.005, 0.03
 
-MODELS = ("gpt2-774m", "vit-b16", "llama-7b", "resnet152", "bert-large")
-LARGEST = "gpt2"
-PEERS = ("gpt2-774m", "vit-b16", "resnet152", "llama-7b", "unet")
-SMALL = {
-    "gpt2-774m": {"batch_size": 2, "seq_len": 256, "layers": 2, "dtype": "bfloat16"},
-    "vit-b16": {"batch_size": 8, "image_size": 224, "layers": 2, "dtype": "bfloat16"},
-    "llama-7b": {"batch_size": 1, "seq_len": 256, "layers": 1, "dtype": "bfloat16"},
-    "resnet152": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
-    "bert-large": {"batch_size": 2, "seq_len": 128, "layers": 2, "dtype": "bfloat16"},
-    "gpt2": {"batch_size": 2, "seq_len": 128, "layers": 1, "dtype": "bfloat16"},
-    "unet": {"batch_size": 1, "image_size": 96, "dtype": "bfloat16"},
+SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "llama-3.2-1b": ({"batch_size": 4, "seq_len": 4096}, {"batch_size": 1, "seq_len": 256, "layers": 1}),
+    "vit-l16": ({"batch_size": 128, "image_size": 224}, {"batch_size": 8, "image_size": 224, "layers": 2}),
+    "resnet50": ({"batch_size": 256, "image_size": 224}, {"batch_size": 8, "image_size": 96, "layers": 2}),
+    "gpt2-774m": ({"batch_size": 8, "seq_len": 1024}, {"batch_size": 2, "seq_len": 256, "layers": 2}),
+    "dit-xl2": ({"batch_size": 128, "image_size": 32}, {"batch_size": 8, "image_size": 32, "layers": 2}),
+    "unet": ({"batch_size": 16, "image_size": 512}, {"batch_size": 1, "image_size": 96}),
 }
-"""Sizes of a rehearsal: enough to see that everything runs."""
+"""Of a run, and of a rehearsal: enough to see that everything runs."""
 
 _GIB = 2**30
 
@@ -63,26 +59,29 @@ class Case:
 
 
 def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]:
-    """Give what is to be run, breadth before depth: everything once, then more of it."""
-    sizes = SMALL if rehearsal else GPU_SIZES
-    seconds = 1 if rehearsal else 3
-    common_to_all: Result = {"device": device, "folder": folder, "rehearsal": rehearsal, "solve_seconds": seconds}
+    """Give what is to be run, breadth before depth: some of everything first, then more of it."""
+    sizes = {name: both[rehearsal] for name, both in SIZES.items()}
+    common_to_all: Result = {"device": device, "folder": folder, "rehearsal": rehearsal}
+    common_to_all |= {"solve_seconds": 1 if rehearsal else 3, "profile_seconds": 1 if rehearsal else 6}
 
     def case(kind: str, seconds: float, model: str = "", **more: Any) -> Case:
         of_model = {"model": model, "sizes": sizes[model]} if model else {}
         return Case({"case": kind, **of_model, **common_to_all, **more}, seconds * (2 if rehearsal else 1))
 
-    profiled = {"profile_seconds": 1 if rehearsal else 6}
+    def largest(name: str) -> Iterator[Case]:
+        return (case("largest", 90, name, cap_bytes=cap * _GIB) for cap in ((3,) if rehearsal else (24, 80)))
+
+    first, *others = sizes
     yield case("facts", 40)
     yield case("tiny", 80)
-    yield from (case("model", 45, name, budgets=["60%"], **profiled) for name in MODELS)
-    moved: Result = {"budgets": ["60%", "40%"], "copy_bytes": _GIB // (64 if rehearsal else 1)}
-    yield case("offload", 60, MODELS[0], **moved)
-    yield case("largest", 90, LARGEST, cap_bytes=_GIB // 2 if rehearsal else 24 * _GIB)
-    yield case("snapshot", 30, LARGEST, budgets=["60%"])
-    yield from (case("peers", 100, name) for name in PEERS)
-    yield from (case("model", 45, name, budgets=["80%", "40%"], eager=False, **profiled) for name in MODELS)
-    yield from (case("offload", 60, name, **moved) for name in MODELS[1:3])
+    yield from (case("peers", 100, name) for name in list(sizes)[:3])
+    yield case("compiled", 100, first)
+    yield from largest(first)
+    yield from (case("peers", 100, name) for name in list(sizes)[3:])
+    yield from (case("compiled", 100, name) for name in others)
+    for name in () if rehearsal else others:  # minutes on few cores
+        yield from largest(name)
+    yield from (case("profile", 60, name) for name in sizes)
 
 
 @dataclass
@@ -95,8 +94,10 @@ class Child:
     lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
 
     def __post_init__(self) -> None:
+        # A batch that fills the card leaves no room for fragments.
+        of_largest = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if "cap_bytes" in self.case.what else {}
         self.process = subprocess.Popen(
-            [*self.command, json.dumps(self.case.what)],
+            [*self.command, json.dumps(self.case.what)], env={**os.environ, **of_largest},
             cwd=common.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
@@ -148,10 +149,10 @@ class Child:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
     parser = common.parser("gpu", __doc__)
-    parser.add_argument("--seconds", metavar="S", type=float, default=480.0, help="all together (default: 480)")
+    parser.add_argument("--seconds", metavar="S", type=float, default=540.0, help="all together (default: 540)")
     parser.add_argument("--rehearsal", action="store_true", help="small sizes: to see that everything runs")
     parser.add_argument("--slower", metavar="F", type=float, default=1.0, help="times all limits, on a busy machine")
-    parser.add_argument("--only", metavar="CASES", help="with commas, of facts, tiny, model, offload, ...")
+    parser.add_argument("--only", metavar="NAMES", help="cases, models or both, with commas: tiny,unet,peers resnet50")
     parser.add_argument("--page", action="store_true", help="write the page of results that are there; run nothing")
     args = parser.parse_args(arguments)
     common.check_destination(args.json)
@@ -168,7 +169,8 @@ def main(arguments: Sequence[str]) -> int:
         chosen = list(cases(devices.here(torch.device("cuda")).name, folder, rehearsal=args.rehearsal))
         chosen = [replace(case, seconds=args.slower * case.seconds) for case in chosen]
         if args.only:
-            chosen = [case for case in chosen if case.what["case"] in args.only.split(",")]
+            named = args.only.split(",")
+            chosen = [case for case in chosen if any(f" {name} " in f" {case.title} " for name in named)]
 
         def keep(case: Case, row: Result) -> None:
             begun = {"case": case.what["case"], **row}
@@ -221,7 +223,7 @@ def _collect(folder: Path, destination: Path) -> None:
 def _misses(row: Result) -> bool:
     if row.get("status") == "error" or row.get("within_control") is False or row.get("same_step") is False:
         return True
-    if row.get("attention_differences") or row.get("came_to") == ("out of memory" if row.get("what") == "fits" else ""):
+    if row.get("attention_differences") or row.get("status") == "out of memory":
         return True
     if "predicted_allocated_bytes" not in row or "measured_allocated_bytes" not in row:
         return False
@@ -241,13 +243,13 @@ def _short(value: Any) -> str:
 
 
 _COUNTED = ["allocated, predicted", "measured", "off", "reserved, predicted", "measured", "off"]
-_HEADINGS = ["", *_COUNTED, "ms", "of eager", "bits"]
+_HEADINGS = ["", *_COUNTED, "ms", "of eager", "tokens or images a second", "bits"]
 
 
 def _markdown(result: Result) -> str:
     rows = result["rows"]
     facts: Result = next((row for row in rows if "gpu" in row), {})
-    eager = {(row["case"], row.get("model")): row["seconds"] for row in rows if row.get("what") == "eager"}
+    eager = {row.get("model"): row["seconds"] for row in rows if row.get("what") == "eager"}
     steps = [_step_cells(row, eager) for row in rows if "what" in row and ("seconds" in row or "status" in row)]
     others = [row for row in rows if not ("what" in row and ("seconds" in row or "status" in row)) and row is not facts]
     rehearsed = "**A rehearsal: kernels or sizes are not real, and no figure here is one of a GPU.**"
@@ -264,20 +266,19 @@ def _markdown(result: Result) -> str:
     return common.page(f"On a GPU: {facts.get('gpu', 'unknown')}", result, *(part for part in parts if part))
 
 
-def _step_cells(row: Result, eager: dict[tuple[str, str | None], float]) -> list[object]:
-    start: list[object] = [f"{row.get('model', row['case'])}, {row['what']}"]
-    if row.get("status") == "error" and "seconds" not in row:
-        return [*start, row["error"].replace("|", "/")[:100], *["-"] * 8]
+def _step_cells(row: Result, eager: dict[str | None, float]) -> list[object]:
+    at = f": {row['batch']} within {row['cap_bytes'] / _GIB:g} GiB" if "batch" in row else ""
+    start: list[object] = [f"{row.get('model', row['case'])}, {row['what']}{at}"]
     if "seconds" not in row:
-        return [*start, f"smallest {mebibytes(row.get('minimum_feasible_peak_bytes'))}", *["-"] * 8]
+        return [*start, str(row.get("error", row["status"])).replace("|", "/")[:100], *["-"] * (len(_HEADINGS) - 2)]
     cells: list[object] = []
     for kind in ("allocated", "reserved"):
         known = f"predicted_{kind}_bytes" in row
         cells += [mebibytes(row.get(f"predicted_{kind}_bytes")), mebibytes(row[f"measured_{kind}_bytes"])]
         cells.append(percent(_off(row, kind), 2) if known else "-")
-    name = row.get("model")
-    before = eager.get((row["case"], name), eager.get(("model", name)))
+    before = None if at else eager.get(row.get("model"))
     cells += [f"{1e3 * row['seconds']:.1f}", percent(row["seconds"] / before if before else None)]
+    cells.append(next((f"{row[key]:,.0f}" for key in row if key.endswith("s_per_second")), "-"))
     bits = {True: "equal", False: "within control" if row.get("within_control") else "FURTHER OFF"}
     return [*start, *cells, bits[row["bits"]] if "bits" in row else "-"]
 

@@ -8,8 +8,8 @@
 #   pip download -d WHEELS --only-binary :all: --no-deps --python-version 3.12 'pulp<4' highspy plotext
 #
 # What else is missing is said. RESULTS, by default $OUT or benchmarks/results, gets at most five files: gpu.json and
-# gpu.md, written after every row so that a run that is cut off keeps what it has, gpu.log, gpu.zip with profiles and a
-# snapshot, and setup.log. After a run elsewhere, "python -m benchmarks.gpu --page" writes gpu.md anew from gpu.json.
+# gpu.md, written after every row so that a run that is cut off keeps what it has, gpu.log, gpu.zip with profiles, and
+# setup.log. After a run elsewhere, "python -m benchmarks.gpu --page" writes gpu.md anew from gpu.json.
 set -uo pipefail
 wheels=$(cd "${1:?name the folder with the wheels; see the head of this file}" && pwd) || exit 2
 results=${2:-${OUT:-benchmarks/results}}
@@ -36,4 +36,4 @@ if [[ -n $missing ]]; then
     echo "python3 lacks $missing: put their wheels into $wheels" | tee -a "$results/setup.log" >&2
     exit 2
 fi
-python3 -m benchmarks.gpu --seconds 450 --json "$results/gpu.json" "$@"
+python3 -m benchmarks.gpu --json "$results/gpu.json" "$@"

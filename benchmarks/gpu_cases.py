@@ -12,11 +12,12 @@ import math
 import sys
 import time
 import traceback
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,22 +29,21 @@ from torch.utils._pytree import tree_map_only
 import planner
 from benchmarks import loops
 from benchmarks.attention import differences
+from benchmarks.cases import of_name
 from benchmarks.common import Result
-from benchmarks.peers import compiled_peers, peers
+from benchmarks.peers import Peer, compiled_peers, peers
 from benchmarks.steps import use
 from planner import api, zoo
 from planner.capture import fake_mode
-from planner.capture.inputs import run_step
+from planner.capture.inputs import Inputs, run_step
 from planner.capture.state_restore import RandomStates
 from planner.common.options import AUTO, grouped
 from planner.diagnose.verification import NOISE, StepResult, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.measure import calibration, devices
-from planner.plans.plan import NoPlanFitsError
 
 READY = "ready"
-_WARM_UPS, _STEPS = 2, 6
-_MOST_BATCH = 96
+_WARM_UPS, _STEPS = 4, 6
 _ATTEMPTS = 4
 
 Rows = Iterator[Result]
@@ -110,7 +110,7 @@ def _tiny(case: Result) -> Rows:
         try:
             model = made()
             options = {"runtime": runtime, "offload": offload, "time_limit_seconds": 1}
-            _wrap(model, (x,), {}, {"budget": "60%", **options})
+            _wrap(model, x, "60%", options)
             apart = distance(steps[0], _left_behind(model, lambda model=model: model(x)))
             row |= _predicted(planner.plan_of(model)) | _measured(lambda model=model: model(x).backward(), model)
             row |= {
@@ -123,108 +123,71 @@ def _tiny(case: Result) -> Rows:
         yield row
 
 
-def _model(case: Result) -> Rows:
-    """Train one model in eager, with its full graph, and under plans of some budgets; keep its profile."""
+def _profile(case: Result) -> Rows:
+    """See whether a step captured on this machine's CPU, as a laptop would, is that of the GPU; keep its profile."""
     name, sizes = case["model"], case["sizes"]
-    afar = _planned_afar(case)
+
+    def captured(where: str, **target: Any) -> planner.Plan:
+        fake = of_name(name, where, fake_mode(), **sizes)
+        options = {"time_limit_seconds": 1, "compare": False, "runtime": "graph", "cost_model": "roofline"}
+        return api.plan(fake.model, fake.example_kwargs, budget="100%", **grouped(**options, **target))
+
+    afar = captured("cpu", device=case["device"]) if case["device"] else None
     yield {}
-    start = {"model": name, "sizes": sizes}
-    loaded = _built(case)
     if afar is not None:
-        fake = zoo.build(name, **sizes, device="cuda", fake_mode=fake_mode())
-        with suppress(PlannerError):
-            options = {"budget": "100%", "time_limit_seconds": 1, "compare": False, "runtime": "graph"}
-            here = api.plan(fake.model, fake.example_kwargs, **grouped(cost_model="roofline", **options))
-            same = here.fingerprint["graph"] == afar.fingerprint["graph"]
-            yield {**start, "what": "captured on a CPU", "same_step": same, "peak_bytes": afar.peak_bytes}
-    if case.get("eager", True):
-        yield {**start, "what": "eager", **_measured(lambda: _step(loaded.model, loaded), loaded.model)}
-    inputs, seconds = loaded.example_kwargs, case["profile_seconds"]
-    profile = api.profile(loaded.model, inputs, time_limit_seconds=seconds, name=name)
-    planner.save_profile(profile, Path(case["folder"]) / f"{name}.profile.json")
-    for budget in case["budgets"]:
-        row: Result = {**start, "what": f"planned for {budget}", "measured_operations": len(profile.measurements)}
-        try:
-            options = {"time_limit_seconds": case["solve_seconds"], "profile": profile, "compare": False}
-            plan, is_kept = _or_the_least(partial(api.plan, loaded.model, inputs, **grouped(**options)), budget)
-            row["what"] += "" if is_kept else ", which cannot be kept: for the least"
-            row |= _predicted(plan)
-            model = api.auto_wrap(loaded.model, budget=plan)
-            try:
-                row |= _measured(lambda model=model: _step(model, loaded), model)
-            finally:
-                planner.unwrap(model)
-        except Exception as error:  # the next budget is to run all the same
-            row |= _failed(error)
-        yield row
-
-
-def _planned_afar(case: Result) -> planner.Plan | None:
-    """Plan for the card on this machine's CPU, as a laptop would."""
-    if not case.get("device") or not case.get("eager", True):
-        return None
-    with suppress(PlannerError):
-        fake = zoo.build(case["model"], **case["sizes"], fake_mode=fake_mode())
-        options = {"budget": "100%", "time_limit_seconds": 1, "compare": False, "runtime": "graph"}
-        return api.plan(fake.model, fake.example_kwargs, **grouped(device=case["device"], **options))
-    return None
-
-
-def _offload(case: Result) -> Rows:
-    """Copy both ways at once, and train with activations in host memory: predicted against measured overhead."""
-    yield {}
-    elements = case["copy_bytes"] // 4
-    host, there = (torch.empty(elements, pin_memory=True) for _ in range(2)), torch.empty(2, elements, device="cuda")
-    out, back = host
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    for ways in ("to the host", "to the device", "both"):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        if ways != "to the device":
-            with torch.cuda.stream(streams[0]):
-                out.copy_(there[0], non_blocking=True)
-        if ways != "to the host":
-            with torch.cuda.stream(streams[1]):
-                there[1].copy_(back, non_blocking=True)
-        torch.cuda.synchronize()
-        yield {"what": f"copy {ways}", "bytes_per_second": 4 * elements / (time.perf_counter() - begun)}
-    del out, back, there
+        same = captured("cuda").fingerprint["graph"] == afar.fingerprint["graph"]
+        yield {"model": name, "what": "captured on a CPU", "same_step": same, "peak_bytes": afar.peak_bytes}
     loaded = _built(case)
-    yield {"what": "eager", "model": case["model"], **_measured(lambda: _step(loaded.model, loaded), loaded.model)}
-    for budget, offload in product(case["budgets"], (False, True)):
-        yield _planned(case, loaded, f"{'offload' if offload else 'recompute'}, {budget}", budget, offload=offload)
+    profile = api.profile(loaded.model, loaded.example_kwargs, time_limit_seconds=case["profile_seconds"], name=name)
+    planner.save_profile(profile, Path(case["folder"]) / f"{name}.profile.json")
+    yield {"model": name, "what": "profile", "measured_operations": len(profile.measurements)}
 
 
 def _peers(case: Result) -> Rows:
-    """Train under what people use, and under a plan for the measured peak of each, compiled where that is."""
+    """Train under what people use, and under plans for the measured peak of each, compiled where that is."""
     yield {}
-    loaded = _built(case)
-    for peer in (*peers([])[:4], *compiled_peers([0.5])[1:]):
-        torch.compiler.reset()
-        row: Result = {"model": case["model"], "what": peer.name}
-        try:
-            with peer.put_in(loaded) as call:
-                use(loaded.model, call)
-                row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
-        except Exception as error:  # the next way is to run all the same
-            row |= _failed(error)
-        use(loaded.model, None)
+    loaded, compiled = _built(case), case["case"] == "compiled"
+    peaks, offloads = {}, {}
+    for peer in compiled_peers([0.5])[1:] if compiled else peers([])[:4]:
+        row = _under(peer, case, loaded)
         yield row
         if peer.name != "eager" and "seconds" in row:
-            options = {"budget": row["measured_allocated_bytes"], "runtime": "inductor" if peer.compiles else "auto"}
-            yield _planned(case, loaded, f"planned at the peak of {peer.name}", **options)
+            peaks[f"planned at the peak of {peer.name}"] = row["measured_allocated_bytes"]
+    peaks = dict(sorted(peaks.items(), key=lambda peak: peak[1]))  # the tightest first
+    for what, budget in peaks.items():
+        row = _planned(case, loaded, what, budget, runtime="inductor" if compiled else "auto")
+        offloads[what] = row.get("host_bytes", 0) > 0
+        yield row
+    for what, budget in () if compiled else peaks.items():  # what a plan gains by offload, or would lose
+        does = not offloads[what]
+        yield _planned(case, loaded, f"{what}, {'with' if does else 'without'} offload", budget, offload=does)
 
 
-def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, **options: Any) -> Result:
+def _under(peer: Peer, case: Result, loaded: zoo.ZooModel, steps: int = _STEPS) -> Result:
+    """Train under what people use."""
+    row: Result = {"model": case["model"], "what": peer.name}
+    torch.compiler.reset()
+    try:
+        with peer.put_in(loaded) as call:
+            use(loaded.model, call)
+            row |= _measured(lambda: _step(loaded.model, loaded), loaded.model, steps)
+    except Exception as error:  # the next way is to run all the same
+        row |= _failed(error)
+    use(loaded.model, None)
+    return row
+
+
+def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: int, **options: Any) -> Result:
     """Train under a plan, and say what it predicted."""
     row: Result = {"what": what, "model": case["model"]}
     try:
-        options |= {"budget": budget, "time_limit_seconds": case["solve_seconds"]}
-        _wrap(loaded.model, (), loaded.example_kwargs, options)
+        options |= {"time_limit_seconds": case["solve_seconds"], "wait": True}
+        begun = time.perf_counter()
+        api.auto_wrap(loaded.model, loaded.example_kwargs, budget=budget, **grouped(**options))
+        row["planning_seconds"] = time.perf_counter() - begun
         row |= _predicted(planner.plan_of(loaded.model))
         row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
-    except InfeasibleBudgetError as error:
-        row |= {"status": "infeasible", "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
+        row |= _predicted(planner.plan_of(loaded.model))  # another, after what the first steps have shown
     except Exception as error:
         row |= _failed(error)
     with suppress(PlannerError):
@@ -233,82 +196,81 @@ def _planned(case: Result, loaded: zoo.ZooModel, what: str, budget: str | int, *
 
 
 def _largest(case: Result) -> Rows:
-    """Say which batch is the largest that fits a part of the card; run it, and see the next one break it."""
-    name, cap_bytes = case["model"], case["cap_bytes"]
-    sizes = {key: size for key, size in case["sizes"].items() if key != "batch_size"}
+    """Train at the largest batches that fit a part of the card, layers checkpointed and planned.
 
-    def planned(batch: int, budget: int) -> planner.Plan:
-        fake = zoo.build(name, **sizes, batch_size=batch, fake_mode=fake_mode())
-        options = {"device": case["device"], "budget": budget, "time_limit_seconds": 1, "compare": False}
-        return api.plan(fake.model, fake.example_kwargs, **grouped(**options))
+    A twentieth stays free. Which batch a plan fits is found on the CPU.
+    """
+    name, sizes, budget = case["model"], case["sizes"], case["cap_bytes"] * 19 // 20
+    fake = of_name(name, "cpu", fake_mode(), **sizes)
+    options = grouped(device=case["device"], time_limit_seconds=1, compare=False, runtime="graph")
 
-    low, high, best, smallest_bytes = 0, _MOST_BATCH, None, cap_bytes
-    while high - low > 1:
-        middle = (low + high) // 2
+    def least(batch: int) -> int:
         try:
-            plan = planned(middle, cap_bytes)
-            fits = plan.reserved is None or plan.reserved.reserved_bytes <= cap_bytes
-        except NoPlanFitsError as error:
-            fits, smallest_bytes = False, error.minimum_feasible_peak_bytes
-        low, high, best = (middle, high, plan) if fits else (low, middle, best)
+            return api.plan(fake.model, _of_batch(fake, batch).example_kwargs, budget=1, **options).peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.minimum_feasible_peak_bytes
+
+    largest = _most(least, budget, sizes["batch_size"])
     yield {}
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.cuda.mem_get_info()[1]))
-    row: Result = {"model": name, "cap_bytes": cap_bytes, "batch": low}
-    for batch, found_plan, what in ((low, best, "fits"), (high, None, "one more")):
-        if not batch:
-            continue
-        gc.collect()
-        torch.cuda.empty_cache()
-        try:
-            plan = found_plan or planned(batch, max(cap_bytes, smallest_bytes))
-            loaded = _built({**case, "sizes": {**sizes, "batch_size": batch}})
-            model = api.auto_wrap(loaded.model, budget=plan)
-            found = _predicted(plan) | _measured(lambda model=model, loaded=loaded: _step(model, loaded), model)
-            yield {**row, "what": what, "batch": batch, "came_to": "runs", **found}
-            del model, loaded
-        except torch.OutOfMemoryError:
-            yield {**row, "what": what, "batch": batch, "came_to": "out of memory"}
-        except Exception as error:
-            yield {**row, "what": what, "batch": batch, **_failed(error)}
+    loaded, every_layer = _built(case), partial(_under, peers([])[1], case)
+
+    def held(batch: int) -> int:
+        return int(every_layer(_of_batch(loaded, batch), steps=1).get("measured_allocated_bytes", 2 * budget))
+
+    checkpointed = _most(held, budget, sizes["batch_size"])
+    torch.cuda.set_per_process_memory_fraction(min(1.0, case["cap_bytes"] / torch.cuda.mem_get_info()[1]))
+    planned = partial(_planned, case, what="planned", budget=budget)
+    for train, batch in dict.fromkeys([(every_layer, checkpointed), (planned, checkpointed), (planned, largest)]):
+        row = {"cap_bytes": case["cap_bytes"], "batch": batch, **train(_of_batch(loaded, batch))}
+        if "seconds" in row:
+            unit = "tokens" if "seq_len" in sizes else "images"
+            row[f"{unit}_per_second"] = batch * sizes.get("seq_len", 1) / row["seconds"]
+        yield row
 
 
-def _snapshot(case: Result) -> Rows:
-    """Write down every allocation of one planned step, for pytorch.org/memory_viz."""
-    yield {}
-    loaded = _built(case)
-    _wrap(loaded.model, (), loaded.example_kwargs, {"budget": case["budgets"][0], "time_limit_seconds": 1})
-    _step(loaded.model, loaded)
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")  # those of C++ take minutes
-    _step(loaded.model, loaded)
-    path = Path(case["folder"]) / "snapshot.pickle"
-    torch.cuda.memory._dump_snapshot(str(path))
-    yield {"what": "snapshot", "model": case["model"], "snapshot_bytes": path.stat().st_size}
+def _most(needs: Callable[[int], int], cap_bytes: int, start: int) -> int:
+    """Return the largest batch that fits, or one less than a stride below it: samples need about the same."""
+    known = {batch: needs(batch) for batch in (start, 2 * start)}
+    while True:
+        tried = sorted(known)
+        low, high = 0, 64 * tried[-1]
+        for batch in tried:
+            low, high = (batch, high) if known[batch] <= cap_bytes else (low, min(high, batch))
+        if high - low <= _stride(low):
+            return low
+        place = min(bisect(tried, low), len(tried) - 1) or 1
+        (one, size), (other, its) = ((batch, known[batch]) for batch in tried[place - 1 : place + 1])
+        guess = one + (cap_bytes - size) * (other - one) // max(1, its - size)
+        guess = min(max(guess, low + _stride(low)), high - 1)
+        known[guess] = needs(guess)
+
+
+def _stride(batch: int) -> int:
+    return max(1, batch // 64)
+
+
+def _of_batch(loaded: zoo.ZooModel, batch: int) -> zoo.ZooModel:
+    return replace(loaded, example_kwargs=Inputs((), loaded.example_kwargs).with_batch(batch).kwargs)
 
 
 def _built(case: Result) -> zoo.ZooModel:
     """Build a model on the GPU; in a rehearsal on the CPU first, for stand-ins compile no kernels that fill it."""
-    built = zoo.build(case["model"], **case["sizes"], device="cpu" if case["rehearsal"] else "cuda")
+    built = of_name(case["model"], "cpu" if case["rehearsal"] else "cuda", **case["sizes"])
     kwargs = tree_map_only(torch.Tensor, torch.Tensor.cuda, built.example_kwargs)
     return replace(built, model=built.model.cuda(), example_kwargs=kwargs)
 
 
-def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> None:
-    """Plan a model for a budget, or for the least that is known to be feasible."""
-    budget = options.pop("budget")
-    _or_the_least(
-        partial(api.auto_wrap, model, planner.Inputs.of(args or None, kwargs or None), **grouped(**options)), budget
-    )
-
-
-def _or_the_least(planned: Callable[..., Any], budget: str | int) -> tuple[Any, bool]:
-    """Plan for a share of the activations or for bytes of the device, or for the least that is known to be feasible."""
-    asked: planner.Budget | int = budget if isinstance(budget, int) else planner.Budget(activations=budget)
-    for _ in range(_ATTEMPTS):
+def _wrap(model: nn.Module, x: torch.Tensor, share: str, options: Result) -> None:
+    """Plan to the end for a share of the activations, or for the least that is known to be feasible."""
+    budget: planner.Budget | int = planner.Budget(activations=share)
+    for attempt in range(_ATTEMPTS):
         try:
-            return planned(budget=asked), asked == budget or not isinstance(asked, int)
+            api.auto_wrap(model, x, budget=budget, **grouped(wait=True, **options))
+            return
         except InfeasibleBudgetError as refusal:
-            asked = refusal.minimum_feasible_peak_bytes
-    return planned(budget=asked), False
+            if attempt == _ATTEMPTS - 1:
+                raise
+            budget = refusal.minimum_feasible_peak_bytes
 
 
 def _step(model: Any, loaded: zoo.ZooModel) -> None:
@@ -327,10 +289,10 @@ def _left_behind(model: nn.Module, call: Callable[[], torch.Tensor]) -> StepResu
     return StepResult((loss.detach().cpu(),), gradients, {}, RandomStates())
 
 
-def _measured(step: Callable[[], None], model: nn.Module) -> Result:
+def _measured(step: Callable[[], None], model: nn.Module, steps: int = _STEPS) -> Result:
     """Train some steps: their median time, and the peaks of what the allocator counts once it has settled."""
     seconds = []
-    for number in range(_WARM_UPS + _STEPS):
+    for number in range(_WARM_UPS + steps):
         if number == _WARM_UPS:
             gc.collect()
             torch.cuda.empty_cache()
@@ -352,6 +314,7 @@ def _predicted(plan: planner.Plan) -> Result:
         "status": plan.status, "budget_bytes": plan.budget_bytes, "predicted_requested_bytes": plan.peak_bytes,
         "predicted_seconds": plan.baseline_step_seconds * (1 + plan.overhead), "predicted_overhead": plan.overhead,
         "lower_bound_overhead": plan.lower_bound_overhead,
+        "host_bytes": plan.offloading.host_bytes if plan.offloading else 0,
     }  # fmt: skip
     if plan.reserved is not None:
         found["predicted_allocated_bytes"] = plan.reserved.allocated_bytes
@@ -361,12 +324,15 @@ def _predicted(plan: planner.Plan) -> Result:
 
 def _failed(error: Exception) -> Result:
     traceback.print_exc()  # whole, into the log
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": "out of memory"}
+    if isinstance(error, InfeasibleBudgetError):
+        return {"status": "infeasible", "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
     return {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 CASES: dict[str, Callable[[Result], Rows]] = {
-    "facts": _facts, "tiny": _tiny, "model": _model, "offload": _offload, "peers": _peers, "largest": _largest,
-    "snapshot": _snapshot,
+    "facts": _facts, "tiny": _tiny, "peers": _peers, "compiled": _peers, "largest": _largest, "profile": _profile,
 }  # fmt: skip
 
 if __name__ == "__main__":

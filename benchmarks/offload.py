@@ -13,7 +13,6 @@ from typing import Any
 
 import planner
 from benchmarks import common
-from benchmarks.cases import GPU_SIZES
 from benchmarks.common import Result, percent
 from planner import zoo
 from planner.capture import fake_mode
@@ -22,7 +21,23 @@ from planner.errors import PlannerError, UsageError
 DEVICES = {"h200": (1, "256GiB"), "rtx-4090": (8, "32GiB")}
 """By what batches are divided on each, and what offload may take of the host's memory."""
 PEAKS = {"every-layer": "every layer", "every-2": "every second layer", "selective": "saved products"}
-SIZES = GPU_SIZES | {"qwen3-0.6b": {"batch_size": 16, "seq_len": 2048, "dtype": "bfloat16"}}
+SIZES: dict[str, dict[str, Any]] = {
+    "minigpt": {"batch_size": 64, "seq_len": 1024, "dtype": "bfloat16"},
+    "gpt2": {"batch_size": 32, "seq_len": 1024, "dtype": "bfloat16"},
+    "gpt2-774m": {"batch_size": 8, "seq_len": 1024, "dtype": "bfloat16"},
+    "llama-7b": {"batch_size": 4, "seq_len": 2048, "layers": 8, "dtype": "bfloat16"},
+    "minimind-26m": {"batch_size": 64, "seq_len": 2048, "dtype": "bfloat16"},
+    "mixtral-1b": {"batch_size": 4, "seq_len": 2048, "dtype": "bfloat16"},
+    "bert-large": {"batch_size": 64, "seq_len": 512, "dtype": "bfloat16"},
+    "t5-base": {"batch_size": 32, "seq_len": 512, "dtype": "bfloat16"},
+    "vit-b16": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
+    "resnet50": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
+    "resnet152": {"batch_size": 192, "image_size": 224, "dtype": "bfloat16"},
+    "convnext-tiny": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
+    "unet": {"batch_size": 16, "image_size": 512, "dtype": "bfloat16"},
+    "qwen3-0.6b": {"batch_size": 16, "seq_len": 2048, "dtype": "bfloat16"},
+}
+"""Sizes at which a step without recompute takes tens of GiB."""
 GOAL, LEAST = 0.5, 1e-3
 """Of the mean ratio; and how much recompute must cost for a row to count, and what others count for at least."""
 

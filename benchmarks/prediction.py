@@ -22,7 +22,6 @@ from benchmarks.common import Result, mebibytes, percent
 from benchmarks.steps import OBSERVED, in_turn, step_of, use
 from planner import Search, api
 from planner.capture.inputs import Inputs
-from planner.capture.memory import keep_freed_memory
 from planner.capture.torch_internals import installed_call
 from planner.common import cache_folder
 from planner.plans.plan import NoPlanFitsError, Plan
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--budgets", metavar="PERCENT", type=common.ratios, default="70,40,25")
     parser.add_argument("--seconds", metavar="S", type=float, default=12.0, help="for timing each model (default: 12)")
     args = parser.parse_args(arguments)
-    if not keep_freed_memory():
-        common.progress("this system's allocator cannot be told to keep memory: times include page faults")
+    common.keep_memory()
     cache_folder.turn_off()  # nothing is known but what this process finds
     common.check_destination(args.json)
     result: Result = {**common.environment("prediction", arguments), "models": []}

@@ -48,7 +48,7 @@ def without_recompute(loaded: ZooModel, runtime: str, limit_seconds: float) -> R
             step()
         ways = [(partial(use, model, call), step) for call in (None, installed_call(model))]
         gradients = [_gradients(model, *way) for way in ways]
-        peaks = [peak_bytes(*way, torch.device("cpu")) for way in ways]
+        peaks = [peak_bytes(*way) for way in ways]
         seconds = in_turn(ways, limit_seconds)
     finally:
         planner.unwrap(model)
@@ -68,23 +68,22 @@ def _gradients(model: nn.Module, prepare: Callable[[], None], step: Callable[[],
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def peak_bytes(prepare: Callable[[], None], step: Callable[[], Any], device: torch.device) -> int:
+def peak_bytes(prepare: Callable[[], None], step: Callable[[], Any]) -> int:
     """Measure what a step allocates once everything is made that is made only once."""
     prepare()
     step()
     prepare()
-    return measure_peak(step, device)[0]
+    return measure_peak(step, torch.device("cpu"))[0]
 
 
 def in_turn(
     ways: Sequence[tuple[Callable[[], None], Callable[[], Any]]],
     limit_seconds: float,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
     count: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[float, ...]]:
     """Time all ways in turn, in another order each round: a machine that is shared is faster at one time than another.
 
-    On one thread of a CPU the processor's time counts, which leaves out what else runs on the machine.
+    On one thread the processor's time counts, which leaves out what else runs on the machine.
     ``count`` hears after each round how many seconds of the limit have passed.
 
     Returns
@@ -94,8 +93,7 @@ def in_turn(
     """
     order, shuffle = list(range(len(ways))), random.Random(0).shuffle
     rounds: list[tuple[float, ...]] = []
-    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if is_alone else time.perf_counter
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     begun = time.perf_counter()
     while len(rounds) < FEWEST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() - begun < limit_seconds):
         took = [0.0] * len(ways)
@@ -103,16 +101,9 @@ def in_turn(
         for number in order:
             prepare, step = ways[number]
             prepare()
-            _wait(device)
             before = clock()
             step()
-            _wait(device)
             took[number] = clock() - before
         rounds.append(tuple(took))
         count(int(min(time.perf_counter() - begun, limit_seconds)), int(limit_seconds))
     return rounds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -28,7 +28,7 @@ from torch.nn import functional
 from benchmarks import common
 from benchmarks.cases import ARCHITECTURES
 from benchmarks.common import Result, mebibytes, percent
-from benchmarks.unets import diffusion_unet
+from benchmarks.diffusion import diffusion_unet
 from planner import solvers, zoo
 from planner.capture.fake_internals import fake_mode
 from planner.capture.inputs import Inputs
@@ -275,14 +275,13 @@ def planned(floor: Result, lowest: Schedule, step: Costed, factor: float, limits
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
-    parser = common.parser("tight", __doc__)
+    parser = common.parser("tight", __doc__, resumes=True)
     parser.add_argument("--cases", metavar="NAMES", help=f"of {', '.join(NAMES)} (default: all)")
     multiples = partial(common.ratios, are_multiples=True)
     parser.add_argument("--factors", metavar="PERCENT", type=multiples, default=FACTORS, help="default: 100 to 150")
     parser.add_argument("--device", default="a100-80", help="whose roofline (default: a100-80)")
     parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="for each solve (default: 10)")
     parser.add_argument("--deterministic", action="store_true", help="count work, and not seconds")
-    parser.add_argument("--resume", action="store_true", help="keep the cases that are there")
     args = parser.parse_args(arguments)
     common.check_destination(args.json)
     names = common.chosen(args.cases, NAMES)

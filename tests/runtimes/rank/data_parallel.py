@@ -167,7 +167,7 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any], *, la
             re.sub(r"blocks\.(\d)", lambda at: f"blocks.{int(at[1]) // 2}.{int(at[1]) % 2}", n): v
             for n, v in state.items()
         }
-    others |= {p.untyped_storage().data_ptr(): 0 for p in state.values()}
+    others |= {p.untyped_storage().data_ptr(): p.untyped_storage() for p in state.values()}
     peak, model = common.peak_of(wrapped, x, others)
     plan, plain = planner.plan_of(model), sharded()
     step(plain, x)
@@ -406,10 +406,10 @@ def by_micro_batches(
         running.zero_grad(set_to_none=True)
         for number, (one, seen) in enumerate(zip(found, peaks, strict=True)):
             own, here, kept = batches[number], live(), held_gradients(model)
-            here |= {gradient.untyped_storage().data_ptr(): gradient.untyped_storage().nbytes() for gradient in kept}
-            del kept
+            here |= {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in kept}
             resident_bytes = own.nbytes + buckets_bytes
-            resident_bytes += sum(size for place, size in here.items() if place not in (*others, *buckets))
+            resident_bytes += sum(one.nbytes() for place, one in here.items() if place not in (*others, *buckets))
+            del here, kept
             with warnings.catch_warnings(record=True, action="always") as said:
                 if cycles > 1:
                     peak, _ = measure_peak(partial(micro_step, running, number), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A U-Net that takes noise out of images, which returns its mean loss."""
+"""Networks that take noise out of images, which return their mean loss: a U-Net and a transformer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def diffusion_unet(batch_size: int = 32, layers: int = 2, image_size: int = 32) 
     inputs = {"pixel_values": torch.randn(images), "labels": torch.randn(images)}
     inputs["timesteps"] = torch.randint(1000, (batch_size,))
     return ZooModel(name="diffusion-unet", model=DiffusionUNet(layers).train(), example_kwargs=inputs)
+
+
+def _waves(timesteps: Tensor, width: int) -> Tensor:
+    frequencies = torch.exp(-math.log(10_000) * torch.arange(width // 2, device=timesteps.device) / (width // 2))
+    angles = timesteps[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 class PixelAttention(nn.Module):
@@ -74,11 +80,7 @@ class DiffusionUNet(nn.Module):
             nn.init.normal_(final.weight, std=1e-3)
 
     def forward(self, pixel_values: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        half = self.width // 2
-        frequencies = torch.exp(-math.log(10_000) * torch.arange(half, device=timesteps.device) / half)
-        angles = timesteps[:, None] * frequencies
-        waves = torch.cat((angles.sin(), angles.cos()), dim=1)
-        embedding = self.time(waves.to(pixel_values.dtype))
+        embedding = self.time(_waves(timesteps, self.width).to(pixel_values.dtype))
         x = self.stem(pixel_values)
         skips = [x]
         for block in self.down:
@@ -122,3 +124,57 @@ class Resize(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = F.interpolate(x, scale_factor=2.0, mode="nearest") if self.doubles else x
         return self.convolution(x)
+
+
+def diffusion_transformer(
+    batch_size: int = 8, layers: int = 28, image_size: int = 32
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return DiT-XL/2 for a latent image of such a side, and what one step calls it with, as a factory of the zoo's."""
+    latents = (batch_size, 4, image_size, image_size)
+    inputs = {"latents": torch.randn(latents), "labels": torch.randn(latents)}
+    inputs |= {name: torch.randint(1000, (batch_size,)) for name in ("timesteps", "classes")}
+    return DiffusionTransformer(layers, side=image_size).train(), inputs
+
+
+class DiffusionTransformer(nn.Module):
+    """The diffusion transformer of Peebles and Xie (2022), in bfloat16 by autocast; predicts the noise alone."""
+
+    def __init__(self, layers: int, width: int = 1152, heads: int = 16, patch: int = 2, side: int = 32) -> None:
+        super().__init__()
+        self.width, self.patch = width, patch
+        self.patches = nn.Conv2d(4, width, patch, stride=patch)
+        self.positions = nn.Parameter(0.02 * torch.randn((side // patch) ** 2, width))
+        self.time = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+        self.classes = nn.Embedding(1000, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
+        self.modulation, self.head = nn.Linear(width, 2 * width), nn.Linear(width, 4 * patch**2)
+
+    def forward(self, latents: Tensor, timesteps: Tensor, classes: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(latents.device.type, torch.bfloat16):
+            x = self.patches(latents).flatten(2).transpose(1, 2) + self.positions
+            condition = F.silu(self.time(_waves(timesteps, 256)) + self.classes(classes))
+            for block in self.blocks:
+                x = block(x, condition)
+            noise = self.head(_modulated(x, *self.modulation(condition)[:, None].chunk(2, -1)))
+            return F.mse_loss(noise, F.pixel_unshuffle(labels, self.patch).flatten(2).transpose(1, 2))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a perceptron, each shifted, scaled and gated by what time step and class say."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate, *others, last_gate = self.modulation(condition)[:, None].chunk(6, -1)
+        parts = self.qkv(_modulated(x, shift, scale)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + gate * self.projection(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+        return x + last_gate * self.down(F.gelu(self.up(_modulated(x, *others)), approximate="tanh"))
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
