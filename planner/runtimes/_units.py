@@ -173,10 +173,11 @@ def _offloading_of(plan: Plan, path: str) -> tuple[OffloadedValue, ...]:
     return tuple(value for value in values if is_within(named_by(value.operation)[0], path))
 
 
-def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
+def part_of(plan: Plan, path: str, graph: TrainingGraph, *, names_may_differ: bool = False) -> Schedule:
     """Return the schedule of a block's graph under a plan for the whole step.
 
-    Raises PlanMismatchError if the plan names operations that the block does not have.
+    Raises PlanMismatchError if the plan names operations that the block does not have, unless ``names_may_differ``:
+    these are then left out, and what they would have freed is held.
     """
     operations = [*enumerate(graph.operations)]
     index_of = {prefixed(path, key): index for index, operation in operations for key in operation.keys}
@@ -186,13 +187,14 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
         if not is_within(named_by(key)[0], path):
             continue
         missing = [k for k in (key, *keys) if k not in index_of]
-        if missing:
+        if missing and not names_may_differ:
             raise PlanMismatchError(
                 f"block {path} does not have {missing[0]}, which the plan names: it is captured differently than when "
                 "the plan was made (other element types, or a mask that was not needed then?); make a new plan"
             )
         again = tuple(index_of[k] for k in keys if k in first)
-        before[index_of[key]] = (*before.get(index_of[key], ()), *again)
+        if key in index_of:
+            before[index_of[key]] = (*before.get(index_of[key], ()), *again)
     schedule = Schedule.with_recomputations(graph, before)
     if not (values := _offloading_of(plan, path)):
         return schedule
@@ -243,6 +245,8 @@ class PlannedUnit:
         """Blocks with equal decisions that have code."""
         self.code: PlannedUnit | None = None
         """The block whose code runs."""
+        self.names_may_differ = False
+        """Whether the graph that is written now was captured with symbols: it may have a view more, or fewer."""
         self.peaks_bytes: list[int] = []
         """Peaks of the graphs that were captured of it."""
         self.call: Any = self.captured_by(block)
@@ -283,7 +287,7 @@ class PlannedUnit:
 
     def parted(self, lowered: LoweredGraph, _given: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward that carry out the block's part of the plan."""
-        schedule = part_of(self.planned.plan, self.path, lowered.graph)
+        schedule = part_of(self.planned.plan, self.path, lowered.graph, names_may_differ=self.names_may_differ)
         self.hold(bytes_alone(lowered.graph, schedule))
         return extract_fwd_bwd(lowered, schedule)
 

@@ -30,7 +30,7 @@ from planner.capture.operands import is_opaque
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Halves, Program
 from planner.capture.state_restore import RandomStates, random_states_kept, seed_all
-from planner.capture.symbolic import at_sizes
+from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import boxed
 from planner.capture.trees import leaves_of
 from planner.common.units import format_percent
@@ -221,7 +221,14 @@ class _CallsUnderPlans(CallOfAnySize):
         assert part is not None
         key = joint.graph, *(x.shape if isinstance(x, torch.Tensor) else x for x in given)
         if key not in part.programs:
-            halves = part.partition(at_sizes(joint, given) if joint.varies else joint)
+            part.names_may_differ = joint.varies
+            try:
+                halves = part.partition(at_sizes(joint, given) if joint.varies else joint)
+            except PlanMismatchError as error:
+                if not joint.varies:
+                    raise
+                self.may_vary = False
+                raise OtherProgramError(str(error)) from error
             forward, backward = map(boxed, halves)
             part.programs[key] = Program(forward, backward, lambda: self.part is part, halves=halves)
         return part.programs[key]
