@@ -206,6 +206,7 @@ class PeakRecorder(StorageRecorder):
 
     def freed(self, storage: Storage) -> None:
         """Take a storage away."""
+        super().freed(storage)
         self.live_bytes -= storage.size_bytes
 
 

@@ -30,14 +30,13 @@ from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
 from planner.capture.model_facts import is_fake, of_model
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
-from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.rewrite.inductor_peak import with_code
 from planner.runtimes import ReplannedModel
 from planner.runtimes._calls import RuntimeOfCalls
-from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
+from planner.runtimes._code import FREE, Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes.graph import GraphRuntime, PlansBySize
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
@@ -107,12 +106,6 @@ class InductorRuntime(GraphRuntime):
         finally:
             self._fits = False
 
-    def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
-        """Return the peak of drafted code on the device."""
-        loss, effort = self.options.loss or LossMemory(), effort_for(is_fake=is_fake(self.model))
-        peak_bytes = peak_of_drafts(drafts, step.lowered, step.single_costs, loss, effort)
-        return step.lowered.graph.total_static_bytes + peak_bytes
-
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
@@ -122,8 +115,10 @@ class InductorRuntime(GraphRuntime):
         search = self._search = CodeSearch(self.options.search.tell, must_match=must_match)
 
         def is_enough(drafts: list[Draft]) -> bool:
-            assert self.step is not None
-            return search.is_enough(Attempt(self.step, drafts, self._peak_bytes(self.step, drafts)))
+            step, effort = self.step, effort_for(is_fake=is_fake(self.model))
+            assert step is not None
+            code = with_code(step.lowered, (), drafts, step.single_costs, effort).graph
+            return search.is_enough(Attempt.of(step, drafts, code, [FREE] * len(code.operations)))
 
         with suppress(DraftedBeforeError):
             drafts = draft_with_inductor(partition, graph_module, example_inputs, is_enough)
