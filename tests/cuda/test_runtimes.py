@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 import planner
+from benchmarks.blocks import built, counted
 from benchmarks.gpu_cases import Tower
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError
 from tests.cuda import gpu
+from tests.tiers import tiered
 
 gpu.required()
 
@@ -61,11 +64,46 @@ def test_what_is_allocated_is_what_is_said(runtime: str, offload: bool) -> None:
         assert plan.offloading is not None and plan.offloading.values
 
 
-def test_compiled_code_keeps_its_budget() -> None:
+class Net(nn.Module):
+    """Convolutions, each with its norm; gives its loss."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        layers = [
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in pairwise(widths)
+        ]
+        self.net, self.head = nn.Sequential(*layers), nn.Linear(widths[-1], 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x).mean((2, 3))).square().mean()
+
+
+def compiled(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    if name == "convolutions":
+        return Net(3, 32, 32, 64, 64).to("cuda"), {"x": torch.randn(32, 3, 32, 32, device="cuda")}
+    if name == "tower":
+        return Tower(256, 4).to("cuda"), {"x": torch.randn(8192, 256, device="cuda")}
+    return built(name, layers=2)
+
+
+@pytest.mark.parametrize("name", tiered(["tower", "convolutions", "minigpt"], quick=["tower"]))
+@pytest.mark.parametrize("runtime", ["inductor", "inductor_blocks"])
+def test_compiled_code_holds_what_is_said_of_it(runtime: str, name: str) -> None:
+    """Its wrapper runs as it is, so that torch's own allocator counts what it allocates."""
     pytest.importorskip("triton")
     before_bytes = others()
-    model, x = wrapped("inductor")
-    assert allocated(model, x) - before_bytes <= planner.plan_of(model).budget_bytes
+    model, example = compiled(name)
+    options = {"runtime": runtime, "time_limit_seconds": 1, "deterministic": True}
+    try:
+        planner.auto_wrap(model, example, **grouped(activation_budget="70%", **options))
+    except InfeasibleBudgetError as refusal:
+        planner.auto_wrap(model, example, **grouped(budget=refusal.minimum_feasible_peak_bytes, **options))
+    seen, plan = counted(model, example), planner.plan_of(model)
+    assert plan.reserved is not None and plan.runtime == runtime and plan.recomputations
+    assert seen["allocated"] - before_bytes <= plan.budget_bytes
+    assert seen["allocated"] - before_bytes == pytest.approx(plan.reserved.allocated_bytes, rel=5e-3)
+    assert seen["reserved"] - before_bytes == pytest.approx(plan.reserved.reserved_bytes, rel=0.03)
 
 
 @gpu.only_fake
