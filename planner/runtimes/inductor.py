@@ -27,6 +27,7 @@ from planner.capture.inductor_internals import (
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
+from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import is_fake, of_model
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
@@ -50,6 +51,8 @@ class InductorRuntime(GraphRuntime):
         self.step: PlannedStep | None = None
         """The last planned step."""
         self._fits = False
+        self._ahead: list[Draft] = []
+        """What was drafted for a call ahead of it."""
         self._search = CodeSearch[list[Draft]]()
         self._instead: GraphRuntime | None = None
         """Runs all calls once Inductor wrote other code than it had drafted."""
@@ -72,7 +75,7 @@ class InductorRuntime(GraphRuntime):
         check_plannable(self.model, inputs)
 
         def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-            self._draft_that_fits(partition, graph_module, example_inputs)
+            self._ahead = self._draft_that_fits(partition, graph_module, example_inputs)
             if self._fits:
                 raise Stopped(self.plan)
             return graph_module.forward
@@ -96,10 +99,21 @@ class InductorRuntime(GraphRuntime):
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph and write its forward and backward, or write the drafted ones again."""
         if self._fits and self.step is not None:
-            return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self.step.schedule)
+            lowered = lower_step(self.model, joint, self.options).lowered
+            if _reads(lowered) != _reads(self.step.lowered):
+                raise OtherCodeError("what is compiled is not the graph that was drafted")
+            return extract_fwd_bwd(lowered, self.step.schedule)
         return super().partition(joint)
 
     def _compiled(self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        drafts, self._ahead = self._ahead, []
+        if drafts and (step := self.step) is not None:
+            self._fits = True
+            with suppress(OtherCodeError):  # the first call may be another
+                run = compile_with_inductor(partition, graph_module, example_inputs, drafts)
+                self._fits = False
+                self._remember(step, step.lowered.joint)
+                return run
         drafts = self._draft_that_fits(partition, graph_module, example_inputs)
         try:
             return compile_with_inductor(partition, graph_module, example_inputs, drafts)
@@ -129,6 +143,11 @@ class InductorRuntime(GraphRuntime):
         self.step, self._fits = as_compiled(found, options.search), True
         self._remember(self.step, self.step.lowered.joint)
         return found.code
+
+
+def _reads(lowered: LoweredGraph) -> list[tuple[Any, ...]]:
+    """Return what a graph computes from what; Inductor may pad what it has drafted, so that sizes say less."""
+    return [(operation.key, operation.inputs, operation.outputs) for operation in lowered.graph.operations]
 
 
 class Compiles(RuntimeOfCalls):
