@@ -165,7 +165,12 @@ def compile_with_inductor(
         with patch.object(GraphLowering, "save_output_code", staticmethod(check)):
             return compile_fx_inner(*arguments, **options)
 
-    return _compile_with_inductor(partition, compile_one, graph_module, inputs)
+    try:
+        return _compile_with_inductor(partition, compile_one, graph_module, inputs)
+    except Exception as error:
+        if isinstance(other := getattr(error, "inner_exception", None), OtherCodeError):
+            raise other from error  # Inductor has errors in its passes in one of its own
+        raise
 
 
 def _compile_with_inductor(

@@ -24,6 +24,7 @@ from planner.runtimes import inductor
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.session import step
 from tests.models import Layers, linear
+from tests.tiers import tiered
 
 ASKED = grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
 
@@ -183,6 +184,16 @@ def test_loops_over_much_are_called_apart_and_free_what_they_read(calls: Any):
         planner.plan(model, torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
     small, large = (drafts[0].source.count("cpp_fused") for _, _, drafts, *_ in drafted)
     assert small == 1 < large
+
+
+@pytest.mark.parametrize(("rows", "count"), tiered([(256, 1), (128, 2)], slow=[(128, 2)]))
+def test_what_was_drafted_ahead_of_a_call_is_drafted_once(rows: int, count: int, calls: Any):
+    drafted = calls(inductor, "draft_with_inductor")
+    model = planner.auto_wrap(Towers(), inputs(), **ASKED)
+    model(inputs()[:rows]).backward()
+    assert len(drafted) == count
+    plan = planner.plan_of(model)
+    assert plan.runtime == "inductor" and plan.peak_bytes <= plan.budget_bytes
 
 
 def test_eager_kernels_run_where_code_was_not_drafted(monkeypatch: pytest.MonkeyPatch):
