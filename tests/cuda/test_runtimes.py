@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -83,8 +84,7 @@ def train_compiled(runtime: str, name: str) -> None:
         planner.auto_wrap(model, example, **grouped(budget=refusal.minimum_feasible_peak_bytes, **options))
     seen, plan = counted(model, example), planner.plan_of(model)
     assert plan.reserved is not None and plan.runtime == runtime and plan.recomputations
-    said = plan.reserved.allocated_bytes, plan.reserved.reserved_bytes
-    print(json.dumps([seen["allocated"], seen["reserved"], *said, plan.budget_bytes]))
+    print(json.dumps([seen["allocated"], seen["reserved"], *astuple(plan.reserved), plan.budget_bytes]))
 
 
 @pytest.mark.parametrize("name", tiered(["tower", "convolutions", "minigpt"], quick=["tower"]))

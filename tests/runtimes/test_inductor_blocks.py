@@ -69,9 +69,7 @@ def added_up(drafts: list[Draft], lowered: LoweredGraph) -> int:
     recorder.supports_higher_order_operators = True
     with mode, recorder:
         made = list(forward.run(list(forward.inputs)))
-        count = len(lowered.joint.outputs[0])
-        _results, handed = made[:count], made[count:]
-        del made
+        handed = [made.pop() for _ in range(len(made) - len(lowered.joint.outputs[0]))][::-1]
         handed += backward.inputs[len(handed) :]
         _gradients = backward.run(handed)
     return recorder.peak_bytes
