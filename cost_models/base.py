@@ -53,6 +53,8 @@ class OperationCost:
     workspace_bytes : int
         What the kernel allocates beyond its outputs and frees before it returns; negative where it writes an output
         over an input that is not read afterwards.
+    small_bytes : int
+        How much of that is in small blocks beside a large one, such as counters; 0 where nobody looked.
     cold_seconds : float
         What a run takes on top if nothing that it reads is in a cache.
     cold_share : float
@@ -61,6 +63,7 @@ class OperationCost:
 
     seconds: float
     workspace_bytes: int = 0
+    small_bytes: int = 0
     cold_seconds: float = 0.0
     cold_share: float = 1.0
 

@@ -7,6 +7,7 @@ it allocates and frees, and then, where that keeps the budget, for the code with
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -164,7 +165,12 @@ def compile_with_inductor(
         with patch.object(GraphLowering, "save_output_code", staticmethod(check)):
             return compile_fx_inner(*arguments, **options)
 
-    return _compile_with_inductor(partition, compile_one, graph_module, inputs)
+    try:
+        return _compile_with_inductor(partition, compile_one, graph_module, inputs)
+    except Exception as error:
+        if isinstance(other := getattr(error, "inner_exception", None), OtherCodeError):
+            raise other from error  # Inductor has errors in its passes in one of its own
+        raise
 
 
 def _compile_with_inductor(
@@ -337,9 +343,11 @@ def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:
 
 
 def _calling(source: str) -> str:
-    """Return the calling code that Inductor generates, without comments."""
+    """Return the calling code that Inductor generates, without comments; symbolic sizes are numbered as they come."""
     _kernels, _, calls = source.rpartition("\ndel async_compile\n")
-    return "\n".join(line for line in calls.splitlines() if not line.lstrip().startswith("#"))
+    code = "\n".join(line for line in calls.splitlines() if not line.lstrip().startswith("#"))
+    numbers: dict[str, str] = {}
+    return re.sub(r"\b[su]\d+\b", lambda found: numbers.setdefault(found[0], f"s{len(numbers)}"), code)
 
 
 def missing_compiler(device: torch.device) -> str | None:

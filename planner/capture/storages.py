@@ -125,8 +125,10 @@ class StorageRecorder(TorchDispatchMode):
 
     def follow(self, function: Any, given: Any, result: Any) -> list[int]:
         """Return what a call made its numbers."""
-        read = tensors_in(given)
-        fresh = (t for t in tensors_in(result) if storage_id(t) not in self._numbers and self.counts(t))
+        read, results = tensors_in(given), tensors_in(result)
+        if function is torch.ops.aten.native_dropout.default:
+            results.reverse()  # its mask is there first
+        fresh = (t for t in results if storage_id(t) not in self._numbers and self.counts(t))
         return [self.made(t, operands.storage_bytes(function, read, t)) for t in fresh]
 
     def counts(self, tensor: torch.Tensor) -> bool:
@@ -206,6 +208,7 @@ class PeakRecorder(StorageRecorder):
 
     def freed(self, storage: Storage) -> None:
         """Take a storage away."""
+        super().freed(storage)
         self.live_bytes -= storage.size_bytes
 
 

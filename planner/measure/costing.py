@@ -104,7 +104,10 @@ def cost_step(
     # telling the two apart is not worth five kilobytes.
     states = {i: costs[i].workspace_bytes + o.state_bytes for i, o in enumerate(graph.operations) if o.state_bytes}
     notes = _unseen(graph, seen) if here is not None else _not_here(spec) if profile is None else ()
-    return replace(costing, costs=_with_workspace(costs, states), warnings=(*notes, *costing.warnings))
+    small = {index: one.small_bytes for index, one in tried.items() if one is not None}
+    costs = _with_workspace(costs, states)
+    costs = tuple(replace(cost, small_bytes=small.get(index, 0)) for index, cost in enumerate(costs))
+    return replace(costing, costs=costs, warnings=(*notes, *costing.warnings))
 
 
 def _workspace_bytes(

@@ -64,6 +64,8 @@ class Tried:
     workspace_bytes: int
     run: Run
     """The first run, with all that a library does once."""
+    small_bytes: int = 0
+    """What CUDA's allocator takes of the workspace from its pool of small blocks."""
 
 
 _known: dict[tuple[str, int, str], Tried] = {}
@@ -161,17 +163,19 @@ def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tup
             _run(node, args, kwargs)  # what a library allocates once and for all
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            before_bytes = _asked_for(device)["current"]
+            before_bytes = _asked_for(device)["all"]["current"]
             begun = time.perf_counter()
             result = _run(node, args, kwargs)
             torch.cuda.synchronize(device)
             seconds = time.perf_counter() - begun
         except (RuntimeError, IndexError, ValueError):
             continue  # it does not run on ones and zeros, or does not fit beside what is on the device
-        now = _asked_for(device)
+        pools = _asked_for(device)
+        now, small = pools["all"], pools["small_pool"]
         kept_bytes = min(now["current"] - before_bytes, _new_bytes(result, (args, kwargs)))
         workspace_bytes = round_up(now["peak"] - before_bytes - kept_bytes, MIN_BLOCK_BYTES)
-        yield index, Tried(max(0, workspace_bytes), Run(seconds))
+        small_bytes = round_up(small["peak"] - small["current"], MIN_BLOCK_BYTES)
+        yield index, Tried(max(0, workspace_bytes), Run(seconds), small_bytes)
         del args, kwargs, result
 
 
@@ -179,9 +183,9 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _asked_for(device: torch.device) -> dict[str, int]:
-    """Return the bytes that the allocator is asked for, now and at most: its blocks depend on what surrounds them."""
-    return torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
+def _asked_for(device: torch.device) -> dict[str, dict[str, int]]:
+    """Return the bytes that each pool is asked for, now and at most: its blocks depend on what surrounds them."""
+    return torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]
 
 
 def _new_bytes(result: Any, arguments: Any) -> int:

@@ -200,7 +200,8 @@ def simulate_reserved(
     What is resident before the step and stays (parameters, buffers, optimizer state, inputs) is given as the size of
     each tensor in the order of their making. Retained values go before the next step begins, as with
     ``zero_grad(set_to_none=True)``. What the optimizer allocates in its own step is left out, and so is random state:
-    it is kept on the host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
+    it is kept on the host. A workspace is a block, and one for what is small of it, made after the outputs.
+    O(runs x outputs) calls of the allocator.
     A ScheduleError says that the schedule cannot be run, a UsageError that a resident tensor has a negative size.
     """
     allocator = ExpandableAllocator() if expandable else Allocator()
@@ -217,8 +218,10 @@ def simulate_reserved(
         for position, index in enumerate(schedule.order):
             for number, size_bytes in born[position]:
                 handles[number] = allocator.allocate(size_bytes)
-            if (workspace_bytes := costs[index].workspace_bytes) > 0:
-                allocator.free(allocator.allocate(workspace_bytes))
+            small_bytes = min(costs[index].small_bytes, costs[index].workspace_bytes)
+            blocks_bytes = (costs[index].workspace_bytes - small_bytes, small_bytes)
+            for handle in [allocator.allocate(size_bytes) for size_bytes in blocks_bytes if size_bytes > 0]:
+                allocator.free(handle)
             for number in died[position]:
                 allocator.free(handles[number])
     return allocator

@@ -7,7 +7,7 @@ recompute is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,12 +15,17 @@ from planner.common.options import Budget, Search
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings.finding import Finding, Severity
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
+from planner.plans.allocator import reserve_warnings, reserved_by_cuda, whole_peak_bytes
 from planner.plans.from_solution import with_comparison
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.session.step import Options, PlannedStep
 
 CodeT = TypeVar("CodeT")
+
+FREE = OperationCost(seconds=0.0)
 
 ATTEMPTS = 6
 """How many limits are tried in all; nearly every graph whose code exceeds the budget once fits by then."""
@@ -37,11 +42,20 @@ UNUSED = 0.03
 
 @dataclass(frozen=True)
 class Attempt(Generic[CodeT]):
-    """A planned step, its drafted code, and the code's peak with resident memory."""
+    """A planned step, its drafted code, and what the device holds for it at most."""
 
     step: PlannedStep
     code: CodeT
     needed_bytes: int
+    holds: Problem | None = None
+    """The step with its code in place of its operations."""
+
+    @classmethod
+    def of(cls, step: PlannedStep, code: CodeT, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Attempt[CodeT]:
+        """Return the attempt of which ``graph`` says what the code holds."""
+        budget_bytes = step.plan.budget_bytes - graph.total_static_bytes
+        holds = Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
+        return cls(step, code, whole_peak_bytes(holds, Schedule.keep_all(graph), step.step.static_memory), holds)
 
 
 class DraftedBeforeError(Exception):
@@ -188,8 +202,10 @@ def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
 
     Baselines that ``search`` asks for are computed within the graph's peak.
     """
-    step, peak_bytes = found.step, found.needed_bytes
-    plan = step.plan
+    step, plan, holds, around = found.step, found.step.plan, found.holds, found.step.step.static_memory
+    assert holds is not None
+    peak_bytes = holds.baseline.peak_bytes + plan.total_static_bytes
+    reserved = reserved_by_cuda(holds, Schedule.keep_all(holds.graph), around)
     if search.compare:
         problem = step.study.posed(Budget(plan.peak_bytes))
         plan = with_comparison(problem, plan, step.study.static_memory, search)
@@ -201,12 +217,15 @@ def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
         "while placement, baselines and lower bound are those of the graph",
         fix="nothing: the code is checked against the budget before it is compiled",
     )
+    warnings = (*reserve_warnings(holds, reserved, around), note)
+    of_the_graph = {"fragmentation", *(finding.rule for finding in warnings)}
     compiled = replace(
         plan,
         peak_bytes=peak_bytes,
+        reserved=reserved,
         anatomy={**plan.static_bytes, "compiled code": peak_bytes - plan.total_static_bytes},
-        minimum_feasible_peak_bytes=min(plan.minimum_feasible_peak_bytes, peak_bytes),
-        warnings=(*(w for w in plan.warnings if w.rule != note.rule), note),
+        minimum_feasible_peak_bytes=min(plan.minimum_feasible_peak_bytes, found.needed_bytes),
+        warnings=(*(w for w in plan.warnings if w.rule not in of_the_graph), *warnings),
         details=None,
     )
     return replace(step, plan=compiled)

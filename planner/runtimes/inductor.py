@@ -27,17 +27,17 @@ from planner.capture.inductor_internals import (
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
+from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import is_fake, of_model
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
-from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.rewrite.inductor_peak import with_code
 from planner.runtimes import ReplannedModel
 from planner.runtimes._calls import RuntimeOfCalls
-from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
+from planner.runtimes._code import FREE, Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes.graph import GraphRuntime, PlansBySize
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
@@ -51,6 +51,8 @@ class InductorRuntime(GraphRuntime):
         self.step: PlannedStep | None = None
         """The last planned step."""
         self._fits = False
+        self._ahead: list[Draft] = []
+        """What was drafted for a call ahead of it."""
         self._search = CodeSearch[list[Draft]]()
         self._instead: GraphRuntime | None = None
         """Runs all calls once Inductor wrote other code than it had drafted."""
@@ -73,7 +75,7 @@ class InductorRuntime(GraphRuntime):
         check_plannable(self.model, inputs)
 
         def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-            self._draft_that_fits(partition, graph_module, example_inputs)
+            self._ahead = self._draft_that_fits(partition, graph_module, example_inputs)
             if self._fits:
                 raise Stopped(self.plan)
             return graph_module.forward
@@ -97,21 +99,26 @@ class InductorRuntime(GraphRuntime):
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph and write its forward and backward, or write the drafted ones again."""
         if self._fits and self.step is not None:
-            return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self.step.schedule)
+            lowered = lower_step(self.model, joint, self.options).lowered
+            if _reads(lowered) != _reads(self.step.lowered):
+                raise OtherCodeError("what is compiled is not the graph that was drafted")
+            return extract_fwd_bwd(lowered, self.step.schedule)
         return super().partition(joint)
 
     def _compiled(self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        drafts, self._ahead = self._ahead, []
+        if drafts and (step := self.step) is not None:
+            self._fits = True
+            with suppress(OtherCodeError):  # the first call may be another
+                run = compile_with_inductor(partition, graph_module, example_inputs, drafts)
+                self._fits = False
+                self._remember(step, step.lowered.joint)
+                return run
         drafts = self._draft_that_fits(partition, graph_module, example_inputs)
         try:
             return compile_with_inductor(partition, graph_module, example_inputs, drafts)
         finally:
             self._fits = False
-
-    def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
-        """Return the peak of drafted code on the device."""
-        loss, effort = self.options.loss or LossMemory(), effort_for(is_fake=is_fake(self.model))
-        peak_bytes = peak_of_drafts(drafts, step.lowered, step.single_costs, loss, effort)
-        return step.lowered.graph.total_static_bytes + peak_bytes
 
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
@@ -122,8 +129,10 @@ class InductorRuntime(GraphRuntime):
         search = self._search = CodeSearch(self.options.search.tell, must_match=must_match)
 
         def is_enough(drafts: list[Draft]) -> bool:
-            assert self.step is not None
-            return search.is_enough(Attempt(self.step, drafts, self._peak_bytes(self.step, drafts)))
+            step, effort = self.step, effort_for(is_fake=is_fake(self.model))
+            assert step is not None
+            code = with_code(step.lowered, (), drafts, step.single_costs, effort).graph
+            return search.is_enough(Attempt.of(step, drafts, code, [FREE] * len(code.operations)))
 
         with suppress(DraftedBeforeError):
             drafts = draft_with_inductor(partition, graph_module, example_inputs, is_enough)
@@ -134,6 +143,11 @@ class InductorRuntime(GraphRuntime):
         self.step, self._fits = as_compiled(found, options.search), True
         self._remember(self.step, self.step.lowered.joint)
         return found.code
+
+
+def _reads(lowered: LoweredGraph) -> list[tuple[Any, ...]]:
+    """Return what a graph computes from what; Inductor may pad what it has drafted, so that sizes say less."""
+    return [(operation.key, operation.inputs, operation.outputs) for operation in lowered.graph.operations]
 
 
 class Compiles(RuntimeOfCalls):

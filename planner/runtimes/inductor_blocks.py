@@ -28,7 +28,6 @@ from planner.common.options import Budget
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.measure.fusion import in_kernels
 from planner.measure.workspace import effort_for
 from planner.plans.block_kinds import with_few_kinds
@@ -36,13 +35,11 @@ from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import with_code
-from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
+from planner.runtimes._code import FREE, Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes._units import BLOCK_BYTES, PlannedUnit, Step, bytes_alone, decisions_on, lowering, part_of
 from planner.runtimes.inductor import Compiles, check_can_compile
 from planner.runtimes.regional import Regional
 from planner.session.step import Options, PlannedStep, plan_lowered, study_lowered
-
-_FREE = OperationCost(seconds=0.0)
 
 
 def _carrying_out(plan: Plan, path: str, lowered: LoweredGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -79,7 +76,7 @@ class CompiledUnit(PlannedUnit):
         drafts = draft_with_inductor(partition, graph_module, inputs)
         lowered, given = self._captured
         code = with_code(
-            lowered, given, drafts, [_FREE] * len(lowered.graph.operations), effort_for(is_fake=is_fake(self._block))
+            lowered, given, drafts, [FREE] * len(lowered.graph.operations), effort_for(is_fake=is_fake(self._block))
         )
         self.hold(bytes_alone(code.graph, Schedule.keep_all(code.graph)))
         run = compile_with_inductor(partition, graph_module, inputs, drafts)
@@ -96,15 +93,14 @@ class _Code:
         self._tell = options.search.tell
         self._known: dict[Any, LoweredGraph] = {}
 
-    def held_by(self, step: PlannedStep) -> tuple[int, int]:
-        """Return the peak of a planned step, and the sum of its blocks' peaks, each alone."""
+    def attempt(self, step: PlannedStep) -> Attempt[int]:
+        """Return what a planned step holds, and as its code the sum of its blocks' peaks, each alone."""
         costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, step.single_costs, strict=True)}
         blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._step.units.items()}
         graph = self._step.put_together(blocks).graph
-        around = [_FREE if o.region else costs[o.key] for o in graph.operations]
-        peak_bytes = simulate(graph, around, Schedule.keep_all(graph)).peak_bytes
+        around = [FREE if o.region else costs[o.key] for o in graph.operations]
         each = (block.lowered.graph for block in blocks.values())
-        return graph.total_static_bytes + peak_bytes, sum(bytes_alone(g, Schedule.keep_all(g)) for g in each)
+        return Attempt.of(step, sum(bytes_alone(g, Schedule.keep_all(g)) for g in each), graph, around)
 
     def _compiled(self, block: Block, plan: Plan, costs: dict[str, OperationCost]) -> Block:
         """Return a block with its code in place of its operations."""
@@ -112,7 +108,7 @@ class _Code:
         key = lowered.joint.graph, decisions_on(plan, block.path)
         if key not in self._known:
             self._tell(f"drafting Inductor's code of {block.path}")
-            of_block = [costs.get(prefixed(block.path, o.key), _FREE) for o in lowered.graph.operations]
+            of_block = [costs.get(prefixed(block.path, o.key), FREE) for o in lowered.graph.operations]
             self._known[key] = self._drafted(block, plan, of_block)
         code = self._known[key]
         return replace(block, lowered=replace(lowered, graph=code.graph, operation_nodes=code.operation_nodes))
@@ -164,9 +160,7 @@ class _InductorBlocks(Compiles, Regional):
         with suppress(DraftedBeforeError):
             is_enough = False
             while not is_enough:
-                planned = search.plan(plan, options, reuse)
-                needed_bytes, alone_bytes = code.held_by(planned)
-                is_enough = search.is_enough(Attempt(planned, alone_bytes, needed_bytes))
+                is_enough = search.is_enough(code.attempt(search.plan(plan, options, reuse)))
         found = search.found()
         made = as_compiled(found, (alone(options) if must_match else options).search).plan
         return replace(made, fingerprint={**made.fingerprint, BLOCK_BYTES: found.code})

@@ -210,6 +210,14 @@ def test_the_workspace_is_there_beside_the_outputs_and_gone_before_the_next_run(
     assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (36 * MIB, 36 * MIB)
 
 
+def test_small_blocks_of_a_workspace_are_not_part_of_a_large_one() -> None:
+    graph = by_reads([(), ()], [12 * MIB, 0])
+    first, second = costs_of(0, 12 * MIB + KIB)
+    for small_bytes, reserved_bytes in ((0, 26 * MIB), (KIB, 14 * MIB)):  # without it takes the block that is there
+        costs = first, replace(second, small_bytes=small_bytes)
+        assert simulate_reserved(graph, costs, Schedule.keep_all(graph)).reserved_bytes == reserved_bytes
+
+
 def test_a_retained_value_that_is_made_again_is_there_twice_for_a_moment() -> None:
     graph = by_reads([(), (0,)], [12 * MIB, 14 * MIB], retained=[0])
     once = simulate_reserved(graph, costs_of(0, 0), Schedule((0, 1)))

@@ -18,11 +18,13 @@ from planner.capture.inductor_internals import Draft, draft_with_inductor, missi
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
+from planner.ir.graph import TrainingGraph, Value
 from planner.plans import from_solution
+from planner.runtimes import inductor
 from planner.runtimes._code import Attempt, CodeSearch
-from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
 from tests.models import Layers, linear
+from tests.tiers import tiered
 
 ASKED = grouped(activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
 
@@ -70,16 +72,26 @@ def test_the_peak_is_that_of_the_code():
     assert proof.agrees, proof.differences
 
 
+def weighed(monkeypatch: pytest.MonkeyPatch, factor: float = 1, more_bytes: int = 0) -> list[int]:
+    """Let code hold so many times as much as it does, and more; return a list of the peaks of graphs to come."""
+    honest, graphs = Attempt.of, []
+
+    def of(step: Any, code: Any, graph: TrainingGraph, costs: Any) -> Attempt:
+        graphs.append(step.plan.peak_bytes)
+        first, *others = graph.operations
+        values = [replace(value, size_bytes=int(factor * value.size_bytes)) for value in graph.values]
+        first = replace(first, outputs=(*first.outputs, len(values)))
+        more = Value(name="more", size_bytes=more_bytes, retained=True)
+        return honest(step, code, replace(graph, operations=(first, *others), values=(*values, more)), costs)
+
+    monkeypatch.setattr(Attempt, "of", of)
+    return graphs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.85, 1.05])
 def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float, monkeypatch: pytest.MonkeyPatch):
-    honest, limits = InductorRuntime._peak_bytes, []
-
-    def less(self: InductorRuntime, step: object, drafts: object) -> int:
-        limits.append(step.plan.peak_bytes)
-        return int(factor * honest(self, step, drafts))
-
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", less)
+    limits = weighed(monkeypatch, factor)
     plan = planner.plan(Towers(), inputs(), **ASKED)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes >= 0.9 * plan.budget_bytes or not plan.recomputations
@@ -110,15 +122,9 @@ def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_it
 
 @pytest.mark.slow
 def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch, calls: Any):
-    honest, graphs = InductorRuntime._peak_bytes, []
-
-    def more(self: InductorRuntime, made: object, drafts: object) -> int:
-        graphs.append(made.plan.peak_bytes)
-        return honest(self, made, drafts) + 200_000
-
     studies, comparisons = calls(step, "study_lowered"), calls(from_solution, "baseline_rows")
     captures = calls(aot_autograd, "aot_stage1_graph_capture")
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
+    graphs = weighed(monkeypatch, more_bytes=200_000)
     plan = planner.plan(Towers(), inputs(), **ASKED)
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
@@ -128,7 +134,7 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     assert plan.baselines[-1].overhead == pytest.approx(plan.recompute_seconds / plan.baseline_step_seconds)
     model = planner.auto_wrap(Towers(), budget=plan)
     model(inputs()).backward()  # and the code is what the last draft says
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
+    weighed(monkeypatch, more_bytes=1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
         planner.plan(Towers(), inputs(), **ASKED)
     model = planner.auto_wrap(Towers(), budget=plan)
@@ -172,12 +178,21 @@ class Sums(Layers):
 
 
 def test_loops_over_much_are_called_apart_and_free_what_they_read(calls: Any):
-    drafted = calls(InductorRuntime, "_peak_bytes")
+    drafted = calls(inductor, "with_code")
     for width in (16, 1024):
         model = Sums(linear=nn.Linear(16, width))
         planner.plan(model, torch.randn(1024, 16), **grouped(budget="1GiB", runtime="inductor", compare=False))
-    small, large = (drafts[0].source.count("cpp_fused") for _, _, drafts in drafted)
+    small, large = (drafts[0].source.count("cpp_fused") for _, _, drafts, *_ in drafted)
     assert small == 1 < large
+
+
+@pytest.mark.parametrize(("rows", "count"), tiered([(256, 1), (128, 2)], slow=[(128, 2)]))
+def test_what_was_drafted_ahead_of_a_call_is_drafted_once(rows: int, count: int, calls: Any):
+    drafted = calls(inductor, "draft_with_inductor")
+    model = planner.auto_wrap(Towers(), inputs(), **ASKED)
+    model(inputs()[:rows]).backward()
+    assert len(drafted) == count
+    assert planner.plan_of(model).runtime == "inductor"
 
 
 def test_eager_kernels_run_where_code_was_not_drafted(monkeypatch: pytest.MonkeyPatch):

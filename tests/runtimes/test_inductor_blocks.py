@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner.capture.fake_internals import mode_of
+from planner.capture.inductor_internals import Draft
 from planner.capture.lowering import LoweredGraph
+from planner.capture.storages import PeakRecorder
+from planner.capture.trees import tensors_in
 from planner.common.options import grouped
 from planner.errors import PlanMismatchError
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import LossMemory
-from planner.rewrite.inductor_peak import peak_of_drafts, with_code
+from planner.rewrite.inductor_peak import with_code
 from planner.runtimes import inductor_blocks
 from planner.runtimes._units import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Layers, Stack, TransformerBlock, linear, perceptron, rows
@@ -58,12 +62,25 @@ class Routed(Layers, rise=linear(32, 128), fall=linear(64, 32)):
         return x * self.fall(F.silu(left) * right).sigmoid()
 
 
+def added_up(drafts: list[Draft], lowered: LoweredGraph) -> int:
+    forward, backward = drafts
+    mode = mode_of(tensors_in(forward.inputs))
+    recorder = PeakRecorder(lowered.graph.alignment_bytes, [forward.inputs, backward.inputs])
+    recorder.supports_higher_order_operators = True
+    with mode, recorder:
+        made = list(forward.run(list(forward.inputs)))
+        handed = [made.pop() for _ in range(len(made) - len(lowered.joint.outputs[0]))][::-1]
+        handed += backward.inputs[len(handed) :]
+        _gradients = backward.run(handed)
+    return recorder.peak_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [attends, perceptron, Routed])
 def test_operations_that_stand_for_code_hold_what_the_code_holds(
     block: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all that is given to a block resident, both ways to follow its code see the same peak."""
+    """With all that is given to a block resident, they see the peak that is seen if nothing but sizes is added up."""
     drafted: list[Any] = []
 
     def noting(*given: Any) -> LoweredGraph:
@@ -72,13 +89,14 @@ def test_operations_that_stand_for_code_hold_what_the_code_holds(
 
     monkeypatch.setattr(inductor_blocks, "with_code", noting)
     planner.plan(Transformer(2, block), batch(), **grouped(activation_budget="75%", compare=False, **ASK))
-    for lowered, _, drafts, costs, effort, code in drafted:
+    for lowered, _, drafts, *_, code in drafted:
         found_bytes = bytes_alone(code.graph, Schedule.keep_all(code.graph))
         tangents = (value for node in lowered.joint.tangents for value in lowered.storage_of[node])
         tangents_bytes = sum(code.graph.values[value].size_bytes for value in tangents)
-        # In the other the gradient that comes in is resident, like the block's input.
-        expected_bytes = peak_of_drafts(drafts, lowered, costs, LossMemory(), effort)
-        assert expected_bytes <= found_bytes <= expected_bytes + tangents_bytes
+        workspaces = [value.size_bytes for value in code.graph.values if value.name.startswith("workspace")]
+        # Where they are added up the gradient that comes in is resident, like the block's input.
+        expected_bytes = added_up(drafts, lowered)
+        assert expected_bytes <= found_bytes <= expected_bytes + tangents_bytes + max(workspaces, default=0)
     assert drafted
 
 
@@ -123,15 +141,16 @@ def test_a_plan_that_is_given_is_held_against_the_code(monkeypatch: pytest.Monke
     model = planner.auto_wrap(Stack(2), budget=again)
     model(rows()).backward()
     assert planner.plan_of(model).peak_bytes == plan.peak_bytes
-    honest = inductor_blocks._Code.held_by
-    monkeypatch.setattr(inductor_blocks._Code, "held_by", lambda *given: (1 << 40, honest(*given)[1]))
+    honest = inductor_blocks._Code.attempt
+    more = lambda *given: replace(honest(*given), needed_bytes=1 << 40)  # noqa: E731
+    monkeypatch.setattr(inductor_blocks._Code, "attempt", more)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan needs"):
         planner.auto_wrap(Stack(2), budget=again)(rows())
 
 
 def test_code_that_holds_more_than_was_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = inductor_blocks._Code.held_by
-    monkeypatch.setattr(inductor_blocks._Code, "held_by", lambda *given: (honest(*given)[0], 1000))
+    honest = inductor_blocks._Code.attempt
+    monkeypatch.setattr(inductor_blocks._Code, "attempt", lambda *given: replace(honest(*given), code=1000))
     model = planner.auto_wrap(Stack(2), **grouped(activation_budget="100%", **ASK))
     with pytest.raises(PlanMismatchError, match="needs more than was planned"):
         model(rows())
