@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.common.limits import Clock
-from planner.errors import InfeasibleBudgetError, ScheduleError
+from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import whole_peak_bytes
+from planner.solving.repair import take_back
 from planner.solving.segmentations import segmentations
 
 ATTEMPTS = 6
@@ -115,32 +116,5 @@ def _regular(
             best = solution
         yield needed_bytes, solution
     if best is not None and not best.schedule.offloads:
-        yield from _with_fewer_reruns(problem, best.schedule, budget_bytes, in_blocks, clock)
-
-
-def _with_fewer_reruns(
-    problem: Problem, schedule: Schedule, budget_bytes: int, in_blocks: Callable[[Schedule], InBlocks], clock: Clock
-) -> Iterator[InBlocks]:
-    """Leave out what blocks have room to save: half of all reruns, or else a quarter, and so on down to each."""
-    try:
-        reruns = [(index, again) for index, runs in schedule.recomputations().items() for again in runs]
-    except ScheduleError:  # its first runs are in another order
-        return
-    size = len(reruns) // 2
-    while size:
-        at = 0
-        while at < len(reruns) and clock.left() > 0:
-            fewer = reruns[:at] + reruns[at + size :]
-            before: dict[int, list[int]] = {}
-            for index, again in fewer:
-                before.setdefault(index, []).append(again)
-            tried = Schedule.with_recomputations(problem.graph, before)
-            clock.work(_SECONDS_PER_RUN * len(tried.order))
-            is_within = problem.evaluate(tried).peak_bytes <= problem.budget_bytes
-            found = in_blocks(tried) if is_within else None
-            if found is not None and found[0] <= budget_bytes:
-                reruns = fewer
-                yield found
-            else:
-                at += size
-        size //= 2
+        fewer = take_back(problem, best.schedule.order, clock, lambda schedule: in_blocks(schedule)[0] <= budget_bytes)
+        yield in_blocks(Schedule(tuple(fewer)))

@@ -7,7 +7,7 @@ somewhere under it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from planner.common.limits import Clock
@@ -150,8 +150,10 @@ def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[li
     return best, best_peak
 
 
-def take_back(problem: Problem, order: Sequence[int], clock: Clock) -> list[int]:
-    """Remove recomputations, dearest first, while the peak stays within the budget.
+def take_back(
+    problem: Problem, order: Sequence[int], clock: Clock, fits: Callable[[Schedule], bool] = lambda _: True
+) -> list[int]:
+    """Remove recomputations, dearest first, while the peak stays within the budget and the rest ``fits``.
 
     A rerun is looked at in O(gap since the copy before); each removal costs one :class:`Layout`.
     """
@@ -174,7 +176,7 @@ def take_back(problem: Problem, order: Sequence[int], clock: Clock) -> list[int]
                 clock.work(len(order) * _SECONDS_PER_RUN)
                 trial = without_useless(problem, order[:position] + order[position + 1 :])
                 trial_layout = Layout(problem, trial)
-                if trial_layout.peak_bytes <= problem.budget_bytes:
+                if trial_layout.peak_bytes <= problem.budget_bytes and fits(Schedule(tuple(trial))):
                     order, layout = trial, trial_layout
                     break
             refused.add((order[position], count))
