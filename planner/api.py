@@ -11,13 +11,7 @@ from torch import nn
 
 from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
-from planner.analysis.compatibility import (
-    check_can_run,
-    check_offload,
-    check_solver,
-    check_strategy,
-    chunked_graph,
-)
+from planner.analysis.compatibility import check_can_run, check_offload, check_solver, check_strategy, chunked_graph
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed, state_of
 from planner.capture.model_facts import (
     compiled_parts,

@@ -81,9 +81,7 @@ def host_of(
     else:
         budget_bytes = parse_size(budget, whole_bytes=cost_models.device("cpu").memory_bytes)
     return Host(
-        bytes_per_second=peak * spec.bandwidth_efficiency,
-        budget_bytes=budget_bytes,
-        least_bytes=parse_size(at_least),
+        bytes_per_second=peak * spec.bandwidth_efficiency, budget_bytes=budget_bytes, least_bytes=parse_size(at_least)
     )
 
 

@@ -65,11 +65,7 @@ class InPlace:
         )
 
 
-def joined(
-    graph: TrainingGraph,
-    may_overwrite: Mapping[int, Sequence[int]],
-    costs: Sequence[OperationCost],
-) -> InPlace:
+def joined(graph: TrainingGraph, may_overwrite: Mapping[int, Sequence[int]], costs: Sequence[OperationCost]) -> InPlace:
     """Join operations to what made an input that they may write over, in O(operations + reads).
 
     For an operation ``may_overwrite`` names the inputs whose memory its one result can take: of the same layout, and

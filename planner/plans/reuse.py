@@ -120,9 +120,7 @@ def take_over(
         taken = replace(taken, captured_order=plan.captured_order)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
         taken = replace(
-            taken,
-            **{name: getattr(plan, name) for name in _MEASURED},
-            details=plan.details or taken.details,
+            taken, **{name: getattr(plan, name) for name in _MEASURED}, details=plan.details or taken.details
         )
     return taken
 

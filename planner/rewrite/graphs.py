@@ -98,10 +98,7 @@ def extract_fwd_bwd(
         *of_numbers,
     ]
     forward.graph.output((*results, *(node for node, _ in saved)))
-    forward.graph.output_node().meta["desc"] = [
-        *forward_descriptors,
-        *(SavedOutput(i) for i in range(len(saved))),
-    ]
+    forward.graph.output_node().meta["desc"] = [*forward_descriptors, *(SavedOutput(i) for i in range(len(saved)))]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
     tensors = saved[: len(saved) - len(of_numbers)]

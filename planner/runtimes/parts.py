@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import le
 from typing import Any
 
 import torch
@@ -325,36 +326,26 @@ def record(model: nn.Module, inputs: Inputs, options: Options, missed: RandomSta
 
     One of these starts from the states ``missed``.
     """
-    begun = time.perf_counter()
+    begun, elsewhere = time.perf_counter(), elsewhere_for(model, options)
     check_plannable(model, inputs)
     with explain_forward(model):
-        step, seen = _followed(model, inputs, options, missed)
-    return SeenStep(step, seen, _course(model, seen), begun)
-
-
-def _followed(
-    model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None
-) -> tuple[FollowedStep, dict[str, list[SeenCall]]]:
-    elsewhere = elsewhere_for(model, options)
-    step = FollowedStep(model, inputs, elsewhere)
-    try:
-        seen = step.calls()
-    except PlannerError:
-        raise
-    except Exception:
-        if is_fake(model) or elsewhere is not None:
+        step = FollowedStep(model, inputs, elsewhere)
+        try:
+            seen = step.calls()
+        except PlannerError:
             raise
-        step = FollowedStep(model, inputs, real=True)
-        seen = step.calls()
-    if not step.draws:
-        return step, seen
-    tried = [(step.begins_with, seen)]
-    for states in ([missed] if missed else []) + _other_states():
-        step.begins_with = states
-        with suppress(Exception):
-            tried.append((states, step.calls()))
-    step.begins_with, seen = max(tried, key=lambda one: _course(model, one[1]).size)
-    return step, seen
+        except Exception:
+            if is_fake(model) or elsewhere is not None:
+                raise
+            step = FollowedStep(model, inputs, real=True)
+            seen = step.calls()
+        tried = [(step.begins_with, seen)]
+        for states in [*([missed] if missed else []), *_other_states()] if step.draws else []:
+            step.begins_with = states
+            with suppress(Exception):
+                tried.append((states, step.calls()))
+        step.begins_with, seen = max(tried, key=lambda one: _course(model, one[1]).size)
+    return SeenStep(step, seen, _course(model, seen), begun)
 
 
 def _other_states() -> list[RandomStates]:
@@ -385,14 +376,12 @@ def _described(inputs: Inputs) -> Any:
 
 def _is_no_more(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     """Whether a module is given as much as :func:`_described`, or smaller tensors."""
-    return len(ours) == len(theirs) and all(
-        a == b or (isinstance(a, tuple) and isinstance(b, tuple) and a[1:] == b[1:] and _is_within_sizes(a[0], b[0]))
-        for a, b in zip(ours, theirs, strict=True)
-    )
 
+    def is_smaller(a: Any, b: Any) -> bool:
+        is_alike = isinstance(a, tuple) and isinstance(b, tuple) and (len(a[0]), *a[1:]) == (len(b[0]), *b[1:])
+        return is_alike and all(map(le, a[0], b[0]))
 
-def _is_within_sizes(ours: Sequence[int], theirs: Sequence[int]) -> bool:
-    return len(ours) == len(theirs) and all(a <= b for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(a == b or is_smaller(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _without_sizes(situation: Any) -> tuple[Any, InputSizes]:

@@ -293,6 +293,6 @@ def _scaled(
         touched = (*operation.inputs, *operation.outputs)
         old_bytes = sum(before.values[value].size_bytes for value in touched)
         scale = sum(now.values[value].size_bytes for value in touched) / old_bytes if old_bytes else 1.0
-        took = {"seconds": cost.seconds * scale, "cold_seconds": cost.cold_seconds * scale}
-        made.append(replace(cost, **took, workspace_bytes=workspace_bytes))
+        seconds, cold_seconds = cost.seconds * scale, cost.cold_seconds * scale
+        made.append(replace(cost, seconds=seconds, cold_seconds=cold_seconds, workspace_bytes=workspace_bytes))
     return tuple(made)

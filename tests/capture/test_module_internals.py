@@ -24,10 +24,7 @@ def test_switches_and_sizes_are_those_of_modules_parameters_and_buffers() -> Non
 
 def test_hooks_on_all_modules_have_numbers_of_their_own() -> None:
     assert internals.hooks_on_all_modules() == ()
-    handles = [
-        register_module_forward_hook(lambda *_: None),
-        register_module_full_backward_hook(lambda *_: None),
-    ]
+    handles = [register_module_forward_hook(lambda *_: None), register_module_full_backward_hook(lambda *_: None)]
     recorder = StorageRecorder()
     with recorder.modules():  # of the planner itself
         first, second = internals.hooks_on_all_modules()

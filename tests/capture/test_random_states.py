@@ -30,11 +30,7 @@ class Scaled(Layers, inside=perceptron):
         return torch.sin(self.inside(x) * self.draw()) * self.draw()
 
 
-DRAWS = {
-    "Python's": random.random,
-    "numpy's": lambda: float(np.random.rand()),
-    "torch's": lambda: torch.rand(()),
-}
+DRAWS = {"Python's": random.random, "numpy's": lambda: float(np.random.rand()), "torch's": lambda: torch.rand(())}
 
 
 def build(of: str, *, has_loss: bool = True) -> Stack:

@@ -169,11 +169,7 @@ def test_convolutions_reach_less_than_products_and_take_tf32_where_those_do_not(
 
 @pytest.mark.parametrize(
     ("name", "kernel", "forward_peta", "backward_peta"),
-    [
-        ("h100", "flash", 0.35, 0.30),
-        ("h100", "cudnn", 0.51, 0.46),
-        ("a100-80", "flash", 0.22, 0.19),
-    ],
+    [("h100", "flash", 0.35, 0.30), ("h100", "cudnn", 0.51, 0.46), ("a100-80", "flash", 0.22, 0.19)],
 )
 def test_attention_is_as_fast_as_published(name, kernel, forward_peta, backward_peta):
     target = f"aten._scaled_dot_product_{kernel}_attention"

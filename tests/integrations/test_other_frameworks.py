@@ -15,33 +15,30 @@ import torch
 from torch import nn
 
 import planner
-from planner import integrations
 from planner.capture.memory import measure_peak
-from tests.integrations.test_training_loops import SEARCH, Watch, same
+from tests.integrations.test_training_loops import SEARCH, STEPS, same, trained
 from tests.models import language_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-STEPS = 6
+
+Made = tuple[nn.Module, Callable[[Any], None], Callable[[Any], torch.Tensor]]
+"""A model, how it checkpoints itself, and its loss."""
 
 
-def unet() -> tuple[nn.Module, Callable[[nn.Module], None], Callable[[nn.Module], torch.Tensor]]:
+def unet() -> Made:
     diffusers = pytest.importorskip("diffusers")
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
     model = diffusers.UNet2DModel(sample_size=32, block_out_channels=(32, 64), attention_head_dim=8, **blocks)
     noise = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return (
-        model,
-        lambda own: own.enable_gradient_checkpointing(),
-        lambda any_of: any_of(noise, 7).sample.square().mean(),
-    )
+    return (model, lambda own: own.enable_gradient_checkpointing(), lambda own: own(noise, 7).sample.square().mean())
 
 
-def vision_transformer() -> tuple[nn.Module, Callable[[nn.Module], None], Callable[[nn.Module], torch.Tensor]]:
+def vision_transformer() -> Made:
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", depth=6, drop_path_rate=0.1)
     images = torch.randn(4, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    return model, lambda own: own.set_grad_checkpointing(), lambda any_of: any_of(images).square().mean()
+    return model, lambda own: own.set_grad_checkpointing(), lambda own: own(images).square().mean()
 
 
 @pytest.mark.parametrize("made", [unet, vision_transformer])
@@ -87,33 +84,19 @@ def test_trl_whose_loss_cannot_be_captured(tmp_path: Path) -> None:
     lengths = [60, 64, 56, 62, 60, 64]  # those of the last two steps, which are measured, are known by then
     rows = [[number % 60 + 2 for number in range(length)] for length in lengths for _ in range(4)]
 
-    def train(checkpointing: bool = False, budget: int | None = None) -> tuple[nn.Module, int]:
-        class Watched(transformers.TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                watch.begin(state.global_step)
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                watch.end()
-
-        torch.manual_seed(0)
+    def made(callbacks: list[Any], **settings: Any) -> Any:
         sizes = {"hidden_size": 128, "intermediate_size": 1024, "max_position_embeddings": 64}
-        model, watch = language_model(num_hidden_layers=4, **sizes), Watch()
-        callbacks = [] if budget is None else [integrations.PlanCallback(budget, search=SEARCH)]
-        settings = trl.SFTConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2, report_to=[],
-            save_strategy="no", use_cpu=True, disable_tqdm=True, bf16=False, gradient_checkpointing=checkpointing,
-            max_length=None, train_sampling_strategy="sequential",
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(
-            model, settings, train_dataset=datasets.Dataset.from_dict({"input_ids": rows}), processing_class=tokenizer,
-            callbacks=[*callbacks, Watched()],
-        )  # fmt: skip
-        trainer.train()
-        return model, watch.peak_bytes([*model.parameters()], [*trainer.optimizer.state.values()])
+        return trl.SFTTrainer(
+            language_model(num_hidden_layers=4, **sizes),
+            trl.SFTConfig(bf16=False, max_length=None, train_sampling_strategy="sequential", **settings),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
 
-    plain, needed_bytes = train()
-    _, checkpointed_bytes = train(checkpointing=True)
-    planned, peak_bytes = train(budget=checkpointed_bytes)
+    plain, needed_bytes = trained(made, tmp_path, None, gradient_checkpointing=False)
+    _, checkpointed_bytes = trained(made, tmp_path, None, gradient_checkpointing=True)
+    planned, peak_bytes = trained(made, tmp_path, checkpointed_bytes, gradient_checkpointing=False)
     assert same(plain, planned)
     assert planner.plan_of(planned).runtime in ("parts", "modules")
     assert peak_bytes <= checkpointed_bytes < needed_bytes

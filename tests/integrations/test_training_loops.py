@@ -57,8 +57,8 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
-def hugging_face(folder: Path, budget: int | None, **arguments: Any) -> tuple[nn.Module, int]:
-    """Train a small Llama, and return it with the measured peak of a step."""
+def trained(make: Any, folder: Path, budget: int | None, **arguments: Any) -> tuple[nn.Module, int]:
+    """Train what ``make(callbacks, **settings)`` makes, and return its model with the measured peak of a step."""
     import transformers
 
     class Watched(transformers.TrainerCallback):
@@ -69,17 +69,28 @@ def hugging_face(folder: Path, budget: int | None, **arguments: Any) -> tuple[nn
             watch.end()
 
     torch.manual_seed(0)
-    sizes = {"intermediate_size": 128, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2}
-    model, watch = language_model(num_hidden_layers=2, **sizes), Watch()
+    watch = Watch()
     callbacks = [] if budget is None else [integrations.PlanCallback(budget, search=SEARCH)]
-    settings = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True, **arguments,
-    )  # fmt: skip
-    rows = [{"input_ids": row, "labels": row} for row in EXAMPLES]
-    trainer = transformers.Trainer(model, settings, train_dataset=rows, callbacks=[*callbacks, Watched()])
+    settings = {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2,
+        "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **arguments,
+    }  # fmt: skip
+    trainer = make([*callbacks, Watched()], **settings)
     trainer.train()
-    return model, watch.peak_bytes([*model.parameters()], [*trainer.optimizer.state.values()])
+    return trainer.model, watch.peak_bytes([*trainer.model.parameters()], [*trainer.optimizer.state.values()])
+
+
+def hugging_face(folder: Path, budget: int | None, **arguments: Any) -> tuple[nn.Module, int]:
+    """Train a small Llama, and return it with the measured peak of a step."""
+    import transformers
+
+    def made(callbacks: list[Any], **settings: Any) -> Any:
+        sizes = {"intermediate_size": 128, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2}
+        rows = [{"input_ids": row, "labels": row} for row in EXAMPLES]
+        model, given = language_model(num_hidden_layers=2, **sizes), transformers.TrainingArguments(**settings)
+        return transformers.Trainer(model, given, train_dataset=rows, callbacks=callbacks)
+
+    return trained(made, folder, budget, **arguments)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -9,10 +9,8 @@ import pytest
 from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.host import UNTIMED
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans import in_blocks
 from planner.plans.allocator import whole_peak_bytes
@@ -108,27 +106,6 @@ def test_what_an_error_spoke_of_may_be_in_any_order() -> None:
     schedule = Schedule(order=tuple(reversed(range(len(graph.operations)))))
     lowest_known.say(problem, schedule)
     assert lowest_known.said(replace(problem, budget_bytes=2)) is schedule
-
-
-def test_where_blocks_of_the_cheapest_plan_break_the_budget_a_regular_plan_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graph, costs = tower()
-    regular = sorted(set(segmentations(graph)), key=lambda schedule: len(schedule.order))
-    budget = min(simulate(graph, costs, schedule, UNTIMED).peak_bytes for schedule in regular)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=budget)
-    cheap = Schedule.with_recomputations(graph, {len(graph.operations) - 1: [1]})
-    needed = lambda _p, schedule, _m: budget + (schedule not in regular) * MIB  # noqa: E731
-    monkeypatch.setattr(in_blocks, "whole_peak_bytes", needed)
-
-    def solve(asked: Problem) -> Solution:
-        if asked is not problem:
-            raise InfeasibleBudgetError("none", minimum_feasible_peak_bytes=budget, operation="")
-        return Solution.simulated(problem.evaluate(cheap), cheap, "stub")
-
-    fits = [schedule for schedule in regular if problem.evaluate(schedule).peak_bytes <= budget]
-    found = solved_in_blocks(problem, CUDA, solve, clock=lambda: Clock(10.0))
-    assert found.added_seconds == min(problem.evaluate(schedule).added_seconds for schedule in fits)
 
 
 @pytest.mark.parametrize("percent", range(49, 98, 3))

@@ -28,10 +28,7 @@ RUNS = {
         "divided_sequence,fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,dies",
         2,
     ),
-    "more": (
-        "compiled_blocks,sharded_first_in_more_ways,divided_sequence_in_more_ways,more_micro_batches",
-        2,
-    ),
+    "more": ("compiled_blocks,sharded_first_in_more_ways,divided_sequence_in_more_ways,more_micro_batches", 2),
     "four": ("two_meshes,micro_batches_of_four", 4),
 }
 """Scenarios that are run one after the other, and by how many ranks; a rank that dies comes last."""
