@@ -7,12 +7,13 @@ there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
@@ -25,18 +26,19 @@ from torch import fx, nn
 from planner.capture.branches import Branches, branches_decided, example_of, take_out
 from planner.capture.capture_speedups import nothing_beside
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
-from planner.capture.failures import explain_forward, first_line, raised_at
+from planner.capture.failures import explain_failures, explain_forward, first_line, raised_at
 from planner.capture.fake_internals import is_without_data, mode_of, shapes_of_capture
 from planner.capture.fake_kernels import eager_results, kernel_types_and_views
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.in_place import merge_windows, update_in_place
-from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
+from planner.capture.inputs import Inputs, Varying, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, drop_unused_statistics, tensors_of
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.programs import MakeProgram, Program, Programs, may_stand_in, plainly
 from planner.capture.provenance import places_of, short_path
 from planner.capture.state_restore import put_back, random_states_kept
+from planner.capture.symbolic import OtherProgramError
 from planner.capture.target_device import TargetDevice, meant
 from planner.capture.torch_internals import (
     GUARDS_PARAMETERS,
@@ -53,6 +55,7 @@ from planner.capture.torch_internals import (
     is_drawn,
     other_state,
     storage_id,
+    with_symbolic_sizes,
 )
 from planner.capture.tracing_internals import Answers, answering, leaves_results
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
@@ -63,6 +66,8 @@ Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
 ChooseOutputs = Callable[[fx.GraphModule], list[int]]
 
 _counter = itertools.count()
+
+_log = logging.getLogger("planner")
 
 
 class Stopped(BaseException):
@@ -271,6 +276,41 @@ class IsolatedCall:
 
             self._functions[state] = OwnedFunction(planned, f"planned_{next(_counter)}")
         return self._functions[state]
+
+
+class CallOfAnySize:
+    """A module's call, captured at the sizes of a call or, where these vary, with symbols."""
+
+    def __init__(self, module: nn.Module, implementation: Callable[..., Any], backend: Backend) -> None:
+        self._module = module
+        self.fixed, self.sized = (IsolatedCall(module, implementation, backend) for _ in range(2))
+        self.may_vary = True
+        """Whether no capture with symbols has failed."""
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], of: CallOfAnySize | None = None) -> Any:
+        """Run what was captured for a call, perhaps ``of`` an equal module, or return ``NOT_CAPTURED``."""
+        fixed, sized = (of.fixed, of.sized) if of is not None else (None, None)
+        result = self.fixed.known(args, kwargs, fixed)
+        if result is NOT_CAPTURED:
+            with suppress(OtherProgramError):  # raised before anything was run
+                return self.sized.known(args, kwargs, sized)
+        return result
+
+    def captured(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
+        """Capture and run a call, with varying sizes as symbols if possible, else with fixed sizes."""
+        fails = False
+        if symbolic:
+            try:
+                with with_symbolic_sizes(symbolic), explain_failures(self._module):
+                    return self.sized(*inputs.args, **inputs.kwargs)
+            except OtherProgramError:
+                pass
+            except CaptureError as error:
+                _log.info("sizes that vary cannot be symbols, so each is captured: %s", error)
+                fails = True
+        result = self.fixed(*inputs.args, **inputs.kwargs)
+        self.may_vary = self.may_vary and not fails  # it is the symbols that cannot be captured
+        return result
 
 
 def _is_of_capture(refusal: TorchDynamoException) -> bool:

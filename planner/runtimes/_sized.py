@@ -1,4 +1,4 @@
-"""Calls of varying sizes: captured with symbols, and code for each size of one such graph.
+"""Compiled code for each size of one graph that was captured with symbolic sizes.
 
 The first sizes are specialized: numbers replace the symbols, as a capture at that size would have them. Once two of
 them agree, in bytes and in code, on what sizes decide, one is the formula for all others: these are planned from
@@ -7,7 +7,6 @@ numbers alone, and reuse its code.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -20,20 +19,14 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from planner.capture.failures import explain_failures
-from planner.capture.inputs import Inputs, Varying
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import NOT_CAPTURED, Backend, IsolatedCall
 from planner.capture.programs import Program
-from planner.capture.symbolic import OtherProgramError, SizedFloat, SizedInt, Sizes, at_sizes
-from planner.capture.torch_internals import boxed, with_symbolic_sizes
-from planner.errors import CaptureError
+from planner.capture.symbolic import SizedFloat, SizedInt, Sizes, at_sizes
+from planner.capture.torch_internals import boxed
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import PlannedStep
-
-_log = logging.getLogger("planner")
 
 InputSizes = tuple[tuple[int, ...], ...]
 
@@ -53,41 +46,6 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> InputSizes:
 def elements(sizes: InputSizes) -> float:
     """Return the total number of elements."""
     return math.inf if sizes == ANY else sum(map(math.prod, sizes))
-
-
-class CallOfAnySize:
-    """A module's call, captured at the sizes of a call or, where these vary, with symbols."""
-
-    def __init__(self, module: nn.Module, implementation: Callable[..., Any], backend: Backend) -> None:
-        self._module = module
-        self.fixed, self.sized = (IsolatedCall(module, implementation, backend) for _ in range(2))
-        self.may_vary = True
-        """Whether no capture with symbols has failed."""
-
-    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], of: CallOfAnySize | None = None) -> Any:
-        """Run what was captured for a call, perhaps ``of`` an equal module, or return ``NOT_CAPTURED``."""
-        fixed, sized = (of.fixed, of.sized) if of is not None else (None, None)
-        result = self.fixed.known(args, kwargs, fixed)
-        if result is NOT_CAPTURED:
-            with suppress(OtherProgramError):  # raised before anything was run
-                return self.sized.known(args, kwargs, sized)
-        return result
-
-    def captured(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
-        """Capture and run a call, with varying sizes as symbols if possible, else with fixed sizes."""
-        fails = False
-        if symbolic:
-            try:
-                with with_symbolic_sizes(symbolic), explain_failures(self._module):
-                    return self.sized(*inputs.args, **inputs.kwargs)
-            except OtherProgramError:
-                pass
-            except CaptureError as error:
-                _log.info("sizes that vary cannot be symbols, so each is captured: %s", error)
-                fails = True
-        result = self.fixed(*inputs.args, **inputs.kwargs)
-        self.may_vary = self.may_vary and not fails  # it is the symbols that cannot be captured
-        return result
 
 
 @dataclass(frozen=True)

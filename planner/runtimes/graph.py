@@ -23,6 +23,7 @@ from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import (
     NOT_CAPTURED,
     Backend,
+    CallOfAnySize,
     Stopped,
     differentiable_outputs,
     loss_outputs,
@@ -49,7 +50,7 @@ from planner.plans.reuse import is_reused
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, RuntimeOfCalls, situation_of, weakly
 from planner.runtimes._gradients import LateGradients, watch_backward
-from planner.runtimes._sized import ANY, NEAR, CallOfAnySize, InputSizes, SizedPrograms, elements, sizes_of
+from planner.runtimes._sized import ANY, NEAR, InputSizes, SizedPrograms, elements, sizes_of
 from planner.runtimes._whole_step import awaiting
 from planner.session.capture_progress import log_progress, one_at_a_time
 from planner.session.sized import SizedStep, UnknownSizeError

@@ -25,7 +25,7 @@ from planner.capture.blocks.regions import Step as FollowedStep
 from planner.capture.failures import explain_failures, explain_forward, failing_as, in_one_line, raised_at
 from planner.capture.inputs import Inputs, check_plannable, varying_dimensions
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import NOT_CAPTURED, Backend
+from planner.capture.joint_capture import NOT_CAPTURED, Backend, CallOfAnySize
 from planner.capture.model_facts import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.planned_call import forwards
@@ -50,7 +50,7 @@ from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls
 from planner.runtimes._gradients import watched
 from planner.runtimes._routes import TRIES, CallProfile, warn_of_another
-from planner.runtimes._sized import NEAR, CallOfAnySize, InputSizes, elements, sizes_of
+from planner.runtimes._sized import NEAR, InputSizes, elements, sizes_of
 from planner.runtimes._units import PlannedUnit, PlannedUnits, installed, lower_around, lowering
 from planner.session.eager_study import recorded_for_real
 from planner.session.step import Options, elsewhere_for, study_lowered

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
+from planner.capture.joint_capture import CallOfAnySize
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
 from planner.errors import CaptureError, InfeasibleBudgetError
-from planner.runtimes._sized import CallOfAnySize
 from tests.models import WIDTH, Layers, OneLinear, linear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
