@@ -116,7 +116,8 @@ class Study:
         host = host_of(self.device, budget, at_least=at_least, **more)
         # The loop sends the next batch over the same link.
         batch_bytes, step_seconds = self.graph.static_bytes.get("inputs", 0), sum(cost.seconds for cost in self.costs)
-        return host.beside(batch_bytes / step_seconds if step_seconds else 0.0)
+        left = host.bytes_per_second - (batch_bytes / step_seconds if step_seconds else 0.0)
+        return replace(host, bytes_per_second=max(left, host.bytes_per_second / 10))
 
     def host_for(self, asked: Offload, search: Search = Search()) -> Host | None:
         """Return the host memory that is asked for, None if nothing may be offloaded, or ``"auto"`` sees no way to."""

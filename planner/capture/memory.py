@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.profiler import profile
 
-from planner.capture.torch_internals import history_is_on, profiler_is_running, start_history, stop_history
+from planner.capture import torch_internals as internals
 from planner.common.units import round_up
 from planner.errors import UsageError
 
@@ -90,7 +90,7 @@ def is_profiled() -> bool:
     """Whether a profiler of the user's is on; a log of a step stops for who asks."""
     if AllocationLog.current is not None:
         AllocationLog.current.stop()
-    return profiler_is_running()
+    return internals.profiler_is_running()
 
 
 _complained: list[bool] = []
@@ -138,27 +138,26 @@ class AllocationLog:
         self.found_bytes: int | None = None
         """What is allocated at its start; a CPU does not say."""
         if device.type == "cuda":
-            start_history()
+            internals.start_history()
             self.found_bytes = torch.cuda.memory_allocated(device)
         else:
-            self._recording = self._stack.enter_context(record())
+            with internals.memory_alone():
+                self._recording = self._stack.enter_context(record())
         AllocationLog.current = self
 
     @staticmethod
     def can_start(device: torch.device) -> bool:
         """Whether nothing else watches what is allocated; other threads never do."""
-        is_free = not history_is_on() if device.type == "cuda" else not profiler_is_running()
+        is_free = not internals.history_is_on() if device.type == "cuda" else not internals.profiler_is_running()
         return is_free and threading.current_thread() is threading.main_thread()
 
     def mark(self) -> None:
         """End a part, and begin another; what a backward does may mark."""
         if AllocationLog.current is not self:
             return
-        if self._recording is None:
-            self._marks_ns.append(time.time_ns())
-            return
-        with torch.profiler.record_function(f"{_MARK} {len(self._marks_ns)}"):
-            self._marks_ns.append(0)
+        self._marks_ns.append(time.time_ns())
+        if self._recording is not None:
+            torch.empty(_MARK_BYTES + len(self._marks_ns), dtype=torch.uint8, device="cpu")
 
     def stop(self) -> list[list[int]] | None:
         """Stop, outside of any backward, and return the signed bytes of each part; None if anything else measured."""
@@ -166,17 +165,21 @@ class AllocationLog:
             return None
         AllocationLog.current = None
         self._stack.close()
-        marks_ns, changes = self._marks_ns, stop_history(self._device) if self._recording is None else []
-        if self._recording is not None:
-            windows, changes = self._recording.windows, self._recording.changes
-            if any(f"{_MARK} {index}" not in windows for index in range(len(marks_ns))):
-                return None
-            marks_ns = [windows[f"{_MARK} {index}"][0] for index in range(len(marks_ns))]
-        cuts = [0, *(bisect_left(changes, (mark,)) for mark in marks_ns), len(changes)]
-        return [[change for _, change in changes[begin:end]] for begin, end in pairwise(cuts)]
+        if self._recording is None:
+            changes = internals.stop_history(self._device)
+            cuts = [0, *(bisect_left(changes, (mark,)) for mark in self._marks_ns), len(changes)]
+            return [[change for _, change in changes[begin:end]] for begin, end in pairwise(cuts)]
+        parts: list[list[int]] = [[]]
+        for _, change in self._recording.changes:
+            if not 0 < abs(change) - _MARK_BYTES <= len(self._marks_ns):
+                parts[-1].append(change)
+            elif change > 0:
+                parts.append([])
+        return parts if len(parts) == len(self._marks_ns) + 1 else None
 
 
-_MARK = "planner: part"
+_MARK_BYTES = 3_000_017
+"""On a CPU a tensor of about this size, which is made and freed at once, is a mark among what is allocated."""
 
 
 @contextmanager

@@ -27,6 +27,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._C import DispatchKey, _DisableAutocast
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
+from torch._C._profiler import RecordScope
 from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import guards, mutation_guard
@@ -507,6 +508,17 @@ def numbers_among(operator: OpOverload, args: Sequence[Any]) -> int:
 def profiler_is_running() -> bool:
     """Whether a torch profiler is on; another cannot be started inside it."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def memory_alone() -> AbstractContextManager[Any]:
+    """Let profilers that start in this context record what is allocated, and no calls.
+
+    A ``record_function`` that begins under one profiler and ends under the next writes into what the first has freed:
+    the heap is corrupt from then on (torch 2.11 to 2.14). Under Lightning ``Optimizer.step`` is around each step.
+    """
+    module: Any = torch.autograd.profiler
+    only = partial(module._enable_profiler, scopes={RecordScope.LITE_INTERPRETER})  # which has no part in training
+    return patch.object(module, "_enable_profiler", only)
 
 
 def dispatch_keys_kept() -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import cost_models
@@ -33,11 +33,6 @@ class Host:
     """Values below this size stay on the device."""
     least_gain: float = 0.0
     """What offload must save to be taken, as a share of the step; nothing if no plan is known without."""
-
-    def beside(self, bytes_per_second: float) -> Host:
-        """Return the host with what other copies leave of the link; a tenth of its rate if they would leave less."""
-        rate = self.bytes_per_second
-        return replace(self, bytes_per_second=max(rate - bytes_per_second, rate / 10))
 
     def seconds(self, size_bytes: int) -> float:
         """Return the time of a transfer one way."""

@@ -29,7 +29,7 @@ from planner.capture.joint_capture import NOT_CAPTURED, Backend, CallOfAnySize
 from planner.capture.model_facts import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.planned_call import forwards
-from planner.capture.programs import Halves, Program
+from planner.capture.programs import Program
 from planner.capture.state_restore import RandomStates, random_states_kept, seed_all
 from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import boxed
@@ -103,9 +103,7 @@ class PartsRuntime(CallsInSituations):
 
     def plan_anew(self, options: Options) -> bool:
         """Plan under other options from the next call on; equal decisions run by the code that there is."""
-        self.options, self.plan = options, None
-        self._decided.clear()
-        self._made.clear()
+        self.options, self.plan, self._decided, self._made = options, None, {}, {}
         return True
 
     def decide(self, inputs: Inputs) -> Decided:
@@ -115,7 +113,12 @@ class PartsRuntime(CallsInSituations):
         step = record(self.model, inputs, self.options, self._missed)
         made = None if self._missed else self._of_larger(self._made.get(kind, ()), sizes, step)
         if made is None or not all(part.call.may_vary for part in self._planned(made).forwards.values()):
-            self._count()
+            if self._captured == self.options.runtime.maximum_shapes:
+                raise RuntimeUnsupportedError(
+                    f"the parts of {type(self.model).__name__} were captured {self._captured} times, and this call "
+                    "needs captures of its own: pad or bucket its inputs, or pass runtime=Runtime(maximum_shapes=...)"
+                )
+            self._captured += 1
         try:
             if made is None:
                 self.complete_options(inputs)
@@ -126,18 +129,9 @@ class PartsRuntime(CallsInSituations):
                 raise
             warnings.warn(f"some steps of {type(self.model).__name__} break the budget: {error}", stacklevel=7)
             return self._before[situation]
-        self.is_confirmed = True
-        self._missed = None
+        self.is_confirmed, self._missed = True, None
         self.put_in_force(made.plan)
         return made.plan, partial(self._watched, situation, self._planned(made), made)
-
-    def _count(self) -> None:
-        if self._captured == self.options.runtime.maximum_shapes:
-            raise RuntimeUnsupportedError(
-                f"the parts of {type(self.model).__name__} were captured {self._captured} times, and this call "
-                "needs captures of its own: pad or bucket its inputs, or pass runtime=Runtime(maximum_shapes=...)"
-            )
-        self._captured += 1
 
     def _of_larger(self, known: Iterable[PartsPlan], sizes: InputSizes, step: SeenStep) -> PartsPlan | None:
         """Return the plan of the nearest inputs that are a little larger, for a step that has no more of anything."""
@@ -206,20 +200,17 @@ class _CallsUnderPlans(CallOfAnySize):
     """A module's calls, captured once for all plans."""
 
     def __init__(self, module: nn.Module) -> None:
-        backend = Backend(self._partition, finish=watched, make_program=self._program, **AS_BLOCK)
+        backend = Backend(
+            lambda joint: self.part.partition(joint), finish=watched, make_program=self._program, **AS_BLOCK
+        )
         super().__init__(module, module.forward, backend)
         self.sizes: list[InputSizes] = []
         """Sizes that were captured."""
-        self.part: _PlannedPart | None = None
+        self.part: Any = None
         """The module under the plan in force."""
-
-    def _partition(self, joint: JointGraph) -> Halves:
-        assert self.part is not None
-        return self.part.partition(joint)
 
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         part = self.part
-        assert part is not None
         key = joint.graph, *(x.shape if isinstance(x, torch.Tensor) else x for x in given)
         if key not in part.programs:
             part.names_may_differ = joint.varies

@@ -77,10 +77,8 @@ def test_trl_whose_loss_cannot_be_captured(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    words = {f"{number}": number for number in range(64)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"
-    )
+    words = Tokenizer(WordLevel({f"{number}": number for number in range(64)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
     lengths = [60, 64, 56, 62, 60, 64]  # those of the last two steps, which are measured, are known by then
     rows = [[number % 60 + 2 for number in range(length)] for length in lengths for _ in range(4)]
 

@@ -121,8 +121,7 @@ UNIT = (OperationCost(seconds=1.0),) * 3
 
 
 @pytest.mark.parametrize(
-    ("order", "complaint"),
-    [((1, 0, 2), "not been made"), ((0, 1), "never runs"), ((0, 1, 0, 2), "not recomputable")],
+    ("order", "complaint"), [((1, 0, 2), "not been made"), ((0, 1), "never runs"), ((0, 1, 0, 2), "not recomputable")]
 )
 def test_an_impossible_schedule_is_refused(order: tuple[int, ...], complaint: str) -> None:
     with pytest.raises(ScheduleError, match=complaint):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -209,3 +211,14 @@ def test_an_optimizer_that_there_is_no_room_for_is_said_and_training_goes_on() -
         step(model, "dropped")
     with warnings.catch_warnings(action="error"):
         step(model, "dropped")
+
+
+def test_a_scope_may_be_open_from_one_log_to_the_next() -> None:
+    again = (
+        "import torch; from planner.capture.memory import AllocationLog as Log\n"
+        "for _ in range(100):\n"
+        "    log, scopes = Log(torch.device('cpu')), [torch.profiler.record_function('step') for _ in range(200)]\n"
+        "    [scope.__enter__() for scope in scopes]; log.stop(); log = Log(torch.device('cpu'))\n"
+        "    [scope.__exit__(None, None, None) for scope in scopes]; log.stop()"
+    )
+    subprocess.run([sys.executable, "-c", again], check=True)  # torch's profiler would corrupt the heap
