@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import le
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -222,7 +223,9 @@ class _CallsUnderPlans(CallOfAnySize):
                 self.may_vary = False
                 raise OtherProgramError(str(error)) from error
             forward, backward = map(boxed, halves)
-            part.programs[key] = Program(forward, backward, lambda: self.part is part, halves=halves)
+            call, of = ref(self), ref(part)  # torch's caches hold what runs, and are not to hold the model
+            in_force = lambda: (now := call()) is not None and now.part is of()  # noqa: E731
+            part.programs[key] = Program(forward, backward, in_force, halves=halves)
         return part.programs[key]
 
 

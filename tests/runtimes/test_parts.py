@@ -158,9 +158,7 @@ def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
 
 def test_a_part_that_is_given_more_than_planned_runs_as_it_is_and_people_are_told() -> None:
     plain, model = beside(Selects(), runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
-    first, less, more, last = (
-        torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (0, 2, 1, 6)
-    )
+    first, less, more, end = (torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (0, 2, 1, 6))
     with pytest.warns(UserWarning, match="data decide what"):
         assert_same(train(plain, first), train(model, first))
     with warnings.catch_warnings(action="error", category=UserWarning):
