@@ -52,7 +52,8 @@ _BETTER = 1e-3
 WORTH_OFFLOADING = 0.005
 """What offload must save if it was not asked for, as a share of the step: other copies may use the link too."""
 
-_PROGRAM = "from planner.analysis.study import main; main()"
+# Its imports are of low priority too: they take seconds, in which the first step of training runs.
+_PROGRAM = "import os; getattr(os, 'nice', int)(19); from planner.analysis.study import main; main()"
 
 _OF_MODULES = ("pytorch-checkpoint", "every")
 """Strategies that are choices of modules."""
@@ -321,8 +322,6 @@ def _end(process: subprocess.Popen[bytes], found: IO[bytes]) -> None:
 
 def main() -> None:
     """Make the plan that standard input asks for, and write its solutions to standard output."""
-    with suppress(AttributeError, OSError):
-        os.nice(10)
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what libraries print
     study, asked = pickle.load(sys.stdin.buffer)
