@@ -1,9 +1,10 @@
-"""Plans whose blocks keep a budget: an allocator hands out more than it is asked for, and how much more is seen late.
+"""Plans whose blocks keep a budget: an allocator's blocks are larger than what it is asked for.
 
-The step is solved for less until its blocks fit. Regular plans, which recompute equal segments one after the other,
-leave fewer gaps between blocks than cheapest ones do: where these do not fit, or only at a price, regular ones are
-tried too, and then with fewer reruns. (A Llama of eight layers, at the lowest peak that any plan has: the blocks of
-the cheapest plan need 25 MiB more than the budget, those of a plan that costs half a percent more need nothing.)
+By how much is known only when a plan is simulated, so the step is solved for less until the blocks fit. Regular plans,
+which recompute equal segments one after the other, leave smaller gaps between blocks than the cheapest plans do. If
+the latter do not fit, or only at a price, regular plans are tried too, and reruns are taken back as long as blocks fit.
+(A Llama of eight layers at the lowest peak of any plan: the blocks of the cheapest plan need 25 MiB more than the
+budget; a plan that costs 0.3% of the step fits.)
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _cheapest(seen: list[InBlocks], budget_bytes: int) -> Solution | None:
 def _regular(
     problem: Problem, seen: list[InBlocks], budget_bytes: int, in_blocks: Callable[[Schedule], InBlocks], clock: Clock
 ) -> Iterator[InBlocks]:
-    """Yield segmented plans that need less or cost less than all before them, and the cheapest with fewer reruns."""
+    """Yield segmented plans that need less or cost less than all before, and the cheapest with reruns taken back."""
     least_bytes, best = min(needed_bytes for needed_bytes, _ in seen), _cheapest(seen, budget_bytes)
     for schedule in segmentations(problem.graph):
         if clock.left() < 0 and best is not None:

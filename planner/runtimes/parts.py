@@ -2,8 +2,8 @@
 
 Often one line stops the capture of a whole model. The modules around that line are captured as they are called in one
 recorded step: on fake tensors, or a real step if data decide what runs. A module that is called otherwise than planned
-runs unplanned with a warning, and the next step is planned again. Inputs that are little smaller than those of a plan
-run by that plan, in graphs with symbols for sizes: no module holds more then, which is checked.
+runs unplanned with a warning, and the next step is planned again. Inputs a little smaller than those of a plan run by
+that plan, in graphs with symbols for sizes, if no module holds more than planned.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PartsRuntime(CallsInSituations):
         return True
 
     def decide(self, inputs: Inputs) -> Decided:
-        """Plan the modules that can be captured for these inputs, unless the plan of little larger ones serves."""
+        """Plan the modules that can be captured for these inputs, unless a plan for slightly larger ones serves."""
         situation = self.situation(inputs)
         kind, sizes = _without_sizes(situation)
         step = record(self.model, inputs, self.options, self._missed)
@@ -135,7 +135,7 @@ class PartsRuntime(CallsInSituations):
         return made.plan, partial(self._watched, situation, self._planned(made), made)
 
     def _of_larger(self, known: Iterable[PartsPlan], sizes: InputSizes, step: SeenStep) -> PartsPlan | None:
-        """Return the plan of the nearest inputs that are a little larger, for a step that has no more of anything."""
+        """Return the plan of the nearest slightly larger inputs, if this step has no more of anything."""
         for made in sorted(known, key=lambda made: elements(made.sizes)):
             if elements(sizes) < NEAR * elements(made.sizes):
                 return None
