@@ -48,7 +48,7 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls
+from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls, weakly
 from planner.runtimes._gradients import watched
 from planner.runtimes._routes import TRIES, CallProfile, warn_of_another
 from planner.runtimes._sized import NEAR, InputSizes, elements, sizes_of
@@ -223,10 +223,11 @@ class _CallsUnderPlans(CallOfAnySize):
                 self.may_vary = False
                 raise OtherProgramError(str(error)) from error
             forward, backward = map(boxed, halves)
-            call, of = ref(self), ref(part)  # torch's caches hold what runs, and are not to hold the model
-            in_force = lambda: (now := call()) is not None and now.part is of()  # noqa: E731
-            part.programs[key] = Program(forward, backward, in_force, halves=halves)
+            part.programs[key] = Program(forward, backward, weakly(self._is_in_force, ref(part)), halves=halves)
         return part.programs[key]
+
+    def _is_in_force(self, part: Callable[[], Any]) -> bool:
+        return self.part is part()
 
 
 class _PlannedPart(PlannedUnit):
