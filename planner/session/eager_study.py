@@ -20,6 +20,7 @@ from planner.capture.model_facts import has_several_ranks, kinds_of, of_model, u
 from planner.capture.operands import is_opaque
 from planner.capture.parallel_events import found_by_autograd
 from planner.capture.sharding import resident
+from planner.common.garbage import not_collected
 from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
@@ -165,7 +166,8 @@ def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
     try:
         check_own_checkpointing(model)
         own = replace(options, runtime=Runtime("modules"))
-        eager: Study | CaptureError = _recorded(model, inputs, own, may_run=False)
+        with not_collected():  # what is there is the whole model, and walking all of it took half a second
+            eager: Study | CaptureError = _recorded(model, inputs, own, may_run=False)
     except (CaptureError, UsageError) as error:  # the latter where it checkpoints itself, which is not followed
         # The error as raised would hold all frames below it, and what the caller's loop has in them, for good.
         eager = CaptureError(str(error))

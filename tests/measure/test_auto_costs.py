@@ -152,8 +152,23 @@ def test_page_faults_are_not_an_operations_time(monkeypatch: pytest.MonkeyPatch)
     assert runs.Run(6e-4, 3).is_clean and runs.Run(1e-3, 1000).without_faults == pytest.approx(5e-5)
     took = iter([runs.Run(9.0, 10**6), runs.Run(1.0), runs.Run(9.0, 10**6), runs.Run(3.0)])
     monkeypatch.setattr(profiling, "timed", lambda call: (None, next(took)))
-    trials = profiling.Trials(least_runs=2, most_runs=9, seconds=0.0, long_seconds=1.0)
+    trials = profiling.Trials(least_runs=2, most_runs=9, seconds=0.0, long_seconds=9.0)
     assert profiling._several(lambda: None, trials, lambda: None) == [1.0, 3.0]
+    took = iter([runs.Run(9.0, 10**6)] * 3)
+    assert profiling._several(lambda: None, trials, lambda: None) == [9.0] * 3  # and no more of these
+
+
+@pytest.mark.parametrize(("little", "most_runs"), [(0.0, 7), (1.1, 1)])
+def test_what_takes_little_of_the_step_is_run_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, little: float, most_runs: int
+) -> None:
+    given: list[profiling.Trials] = []
+    monkeypatch.setattr(profiling, "QUICK", dataclasses.replace(profiling.QUICK, little=little))
+    monkeypatch.setattr(
+        profiling, "_time", lambda called, device, trials, _: given.append(trials) or Measurement(seconds=1.0)
+    )
+    study()
+    assert {trials.most_runs for trials in given} == {most_runs}
 
 
 def test_groups_of_another_librarys_products_have_rows() -> None:
