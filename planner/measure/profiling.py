@@ -46,11 +46,13 @@ class Trials:
     takes_what_is_known: bool = False
     """Whether what another process measured will do, and a first run where there is no time for more."""
     little: float = 0.0
-    """Share of the step's time below which an operation is run once more after its first run, and no more."""
+    """Share of the step's time below which one run without page faults will do; above ten times it, two more count."""
 
     def of_share(self, share: float) -> Trials:
         """Return the trials of an operation that takes such a share of the step's time."""
-        return replace(self, least_runs=1, most_runs=1) if share < self.little else self
+        if share < self.little:
+            return replace(self, least_runs=1, most_runs=3, seconds=0.0)
+        return replace(self, least_runs=self.least_runs + 2) if self.little and share > 10 * self.little else self
 
     def suffices(self, first: Run) -> bool:
         """Whether an operation is not run again after its first run."""
@@ -70,6 +72,12 @@ took a third of the time for measuring."""
 
 _CACHE_BYTES = {"cpu": CACHE_BYTES, "cuda": 256 << 20}
 """What is written between two runs, so that the next finds nothing in a cache, as the first run in a step."""
+
+_LONG_COLD_SECONDS = 2e-3
+"""From how long on one run after all was evicted will do: what a cache saves is then a small part."""
+
+_LEAST_BYTES_PER_SECOND = 2e9
+"""How fast memory is read at least: a cold run that takes longer was disturbed."""
 
 _LONG_ONES = 3
 """How many long runs' time all runs of an operation may take."""
@@ -257,14 +265,16 @@ def _time(called: _Call, device: torch.device, trials: Trials, elsewhere: torch.
 
     cold: list[float] = []
     reads = sum(tensor.nbytes for tensor in args if isinstance(tensor, torch.Tensor))
-    if trials.most_runs > 1 and elsewhere.numel() > reads:
+    if trials.seconds and elsewhere.numel() > reads:
         # Before the others: a cache keeps what was read several times from what is only written once. A silu_backward
         # of two layouts took 0.64 ms, 0.65 when it was evicted after seven runs, 1.7 before them, and 1.7 in the step.
-        cold = _several(call, replace(trials, seconds=0.0), evict)
+        needed = trials.least_runs if first.seconds < _LONG_COLD_SECONDS else 1
+        cold = _several(call, replace(trials, seconds=0.0, least_runs=needed), evict)
     hot = _several(call, trials, lambda: None)
     # Of two runs the shorter: where others use the processor, one in thirty takes several times as long.
-    cold_seconds = max(0.0, median_low(cold) - median_low(hot)) if cold else 0.0
-    return Measurement(seconds=median_low(hot), cold_seconds=cold_seconds, runs=len(hot))
+    seconds = median_low(hot)
+    cold_seconds = min(max(0.0, median_low(cold) - seconds), reads / _LEAST_BYTES_PER_SECOND) if cold else 0.0
+    return Measurement(seconds=seconds, cold_seconds=cold_seconds, runs=len(hot))
 
 
 def _several(call: Callable[[], Any], trials: Trials, before: Callable[[], Any]) -> list[float]:
