@@ -32,9 +32,6 @@ _LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
 _RELAXED_SHARE = 0.6
 """Until what share of the time cuts are found by relaxations alone."""
 
-_RISEN = 1e-4
-"""By so much of the step the bound must rise for the last cuts to be worth their rows."""
-
 _OVER, _CUTS_AT_ONCE = 2e-3, 6
 """By so much of the budget a relaxed solution must be over it for a cut there, and so many are added at a time."""
 
@@ -132,20 +129,15 @@ class _StepCutSearch:
 
     def relax(self, cuts: list[Cut]) -> list[Cut]:
         """Add cuts where relaxations break the budget, until they break it nowhere."""
-        best_seconds, best = 0.0, (cuts, self.ways, self.roundings)
         while not self.is_over(_RELAXED_SHARE):
             model, answer = self.relaxed(cuts, _RELAXED_SHARE)
             if answer.columns is None:
                 break
             self.carried_out(cuts, model, answer.columns)
             more = self.cuts_of_shares(cuts, model, answer.columns)
-            has_risen = answer.bound * self.scale > best_seconds + _RISEN * self.problem.baseline.seconds
-            if has_risen or more is not None:
-                best_seconds, best = answer.bound * self.scale, (cuts, self.ways, self.roundings)
             if more is None:
                 break
             cuts = more
-        cuts, self.ways, self.roundings = best
         return cuts
 
     def decide(self, cuts: list[Cut]) -> None:
