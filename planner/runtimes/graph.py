@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,8 +57,6 @@ from planner.session.step import Options, PlannedStep, called_with, captured, pl
 from planner.session.step_planning import plan_step
 
 Made = TypeVar("Made", Plan, PlannedStep)
-
-_log = logging.getLogger("planner")
 
 _OFTEN = 8
 """A warning is given after this many captures in a row."""
