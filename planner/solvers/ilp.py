@@ -17,7 +17,7 @@ from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.branch_and_bound import Branching, Limits, PseudoCosts, Tree
+from planner.solving.branch_and_bound import Branching, Limits, Tree
 from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Relaxation, exact_optimum, relaxed
@@ -107,7 +107,6 @@ class _StepCutSearch:
         self.ways: list[Path] = []
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
-        self.gains = PseudoCosts()
         self.decided: list[Limits] = [{}]
         """What is decided at each open node of the last tree."""
 
@@ -219,7 +218,7 @@ class _StepCutSearch:
         def solve(turns: int | None) -> Answer:
             return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
 
-        tree = Tree(model, branching, relaxation, rows.add_broken, self.gains, solve)
+        tree = Tree(model, branching, relaxation, rows.add_broken, solve)
         if not tree.open_nodes(map(branching.known, self.decided), self.cutoff):
             return None
         leaf = None
