@@ -423,14 +423,9 @@ def _both(one: Steps, other: Steps, least_bytes: int, limit_bytes: int, seconds:
 
 def _thinned(points: list[Point]) -> list[Point]:
     """Keep the Pareto-optimal points, thinned to about ``_MOST_POINTS``, both ends included."""
-    points.sort()
     front: list[Point] = []
-    for point in points:
-        if front and point[1] >= front[-1][1]:
-            continue
-        if front and front[-1][0] == point[0]:
-            front[-1] = point
-        else:
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
             front.append(point)
     if len(front) <= _MOST_POINTS:
         return front
