@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -265,11 +266,8 @@ class GraphRuntime(PlannedCalls):
     def plan_for(self, inputs: Inputs) -> Plan:
         """Capture and plan a call ahead of it: the next one like it runs at once."""
         check_plannable(self.model, inputs)
-        self._is_ahead = True
-        try:
+        with patch.object(self, "_is_ahead", True):
             until_stopped_by(self.model, lambda: self.run(inputs.args, inputs.kwargs))
-        finally:
-            self._is_ahead = False
         assert self.plan is not None
         return self.plan
 
