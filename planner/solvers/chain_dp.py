@@ -7,7 +7,7 @@ backward arrives; so stages may run several times.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -282,11 +282,8 @@ def _search_along(curves: Curves, incumbent: Incumbent) -> None:
     if not (points := curves.whole):
         return
     fits(points[0])
-    low, high = 0, len(points)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(points[middle]) else (low, middle)
-    for point in points[high + 1 : high + 1 + _BEYOND]:
+    broken = bisect_left(points, True, 1, key=lambda point: not fits(point))
+    for point in points[broken + 1 : broken + 1 + _BEYOND]:
         fits(point)
 
 
