@@ -224,9 +224,6 @@ def test_json_has_every_field_of_the_points(toy: CurveSweep) -> None:
     curve = toy.curve()
     report = json.loads(json.dumps(Answers(curve=curve).report(), allow_nan=False))
     assert report["points"] == [dataclasses.asdict(point) for point in curve.points]
-    assert list(report["points"][0]) == [
-        "budget_bytes", "predicted_peak_bytes", "overhead", "lower_bound_overhead", "solver", "status", "host_bytes",
-    ]  # fmt: skip
     assert report["knee_budget_bytes"] in [point["budget_bytes"] for point in report["points"]]
 
 

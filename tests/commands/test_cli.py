@@ -264,11 +264,6 @@ def test_what_should_not_happen(run: Any, api: FakeApi) -> None:
     run(*PLAN, "--budget", "65%").assert_error(130, "interrupted")
 
 
-def test_models(run: Any) -> None:
-    found = run("models")
-    assert found.code == 0 and found.out.startswith("minigpt ") and "llama-7b" in found.out
-
-
 def test_a_factory_is_asked_only_for_sizes_that_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Not the fake: the real loader must refuse before it calls the factory.
     (tmp_path / "m.py").write_text("def make(batch_size=1):\n    raise SystemExit\n", encoding="utf-8")
