@@ -208,7 +208,8 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), json.loads((Path(__file__).parent / "wrong_usage.json").read_text()))
-def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -> None:
+def test_wrong_usage(run: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str], words: Sequence[str]) -> None:
+    monkeypatch.setattr(_asked, "load", lambda *_, **__: pytest.fail("the model was built"))
     found = run(*arguments)
     found.assert_error(2, *words)
     assert found.out == ""
