@@ -2,9 +2,9 @@
 
 The integer programme nearly always closes the gap at once. Beside it, in threads of their own
 (neither HiGHS nor the kernels of the annealing hold the interpreter's lock), goes annealing where
-the gap is still open after a moment, from what is quick if there is no plan yet: one for each core
-that is left, each with other random moves. All share one incumbent, so that each goes on from the
-best plan of any. This is the one solver that knows others.
+the gap is still open after a moment: one for each core that is left, each with other random moves.
+All share one incumbent, so that each goes on from the best plan of any. What is quick is asked where
+none of them has found a plan. This is the one solver that knows others.
 """
 
 from __future__ import annotations
