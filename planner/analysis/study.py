@@ -86,6 +86,12 @@ class Study:
     """Whether it depends on single numbers that the step draws from torch's random state."""
 
     @property
+    def ways(self) -> InPlace:
+        """The way from the study's operations to those that run, of a captured step."""
+        assert self.in_place is not None
+        return self.in_place
+
+    @property
     def whole_bytes(self) -> int:
         """The peak that percentages refer to: that of the eager step, or of this one if eager's is unknown."""
         eager = self.origin.eager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,12 +70,8 @@ def lend(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
     """Let a module hold other settings, of which it gets copies; what is returned gives it back its own."""
     held = vars(module)
     own = {name: value for name, value in held.items() if name not in _NO_SETTINGS}
-
-    def give_back() -> None:
-        _hold(held, own)
-
     _hold(held, {name: _copied(value) for name, value in settings.items()})
-    return give_back
+    return partial(_hold, held, own)
 
 
 def _hold(held: dict[str, Any], settings: Mapping[str, Any]) -> None:

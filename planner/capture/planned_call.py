@@ -13,7 +13,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -211,28 +211,23 @@ def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
     Code that a module's own ``compile()`` made is of its ``forward``, and does not run meanwhile.
     """
-    before = {module: vars(module).get("forward") for module in replacing}
-    with calling(dict.fromkeys(module for module in replacing if installed_call(module) is not None)):
+    planned = dict.fromkeys(module for module in replacing if installed_call(module) is not None)
+    with calling(planned), ExitStack() as stack:
         for module, forward in replacing.items():
-            vars(module)["forward"] = forward
-        try:
-            yield
-        finally:
-            for module, own in before.items():
-                if own is None:
-                    del vars(module)["forward"]
-                else:
-                    vars(module)["forward"] = own
+            held = vars(module)
+            if "forward" in held:
+                stack.callback(held.update, forward=held["forward"])
+            else:
+                stack.callback(held.pop, "forward")
+            held["forward"] = forward
+        yield
 
 
 @contextmanager
 def calling(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
     """Let calls of modules run something else for as long as the context lasts: their own call where that is None."""
-    before = {module: installed_call(module) for module in calls}
-    for module, call in calls.items():
-        install_call(module, call)
-    try:
-        yield
-    finally:
-        for module, call in before.items():
+    with ExitStack() as stack:
+        for module, call in calls.items():
+            stack.callback(install_call, module, installed_call(module))
             install_call(module, call)
+        yield

@@ -321,27 +321,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def compile_isolated(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function whole, by :func:`dynamo_settings`; ``function`` must own its code object.
-
-    Dynamo caches by code object, so two functions that share one would share graphs and plans.
-    """
-    return torch.compile(function, backend=backend, fullgraph=True)
-
-
-def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the graph that a function was compiled to for such arguments, else the function itself; compile nothing.
-
-    It is what ``torch._dynamo.run`` does, in less time: whoever calls is not inside a trace.
-    """
-    mutation_guard.GenerationTracker.generation += 1  # Inductor's CUDA graphs tell steps apart by it
-    before = set_eval_frame(False)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        set_eval_frame(before)
-
-
 class OwnedFunction:
     """A function that Dynamo compiles whole; its cache entries are freed with this object.
 
@@ -365,11 +344,19 @@ class OwnedFunction:
             return finalizers[-1]
 
         with patch.object(guards, "weakref", SimpleNamespace(**{**vars(weakref), "finalize": finalize})):
-            return compile_isolated(self._function, backend)(*args, **kwargs)
+            return torch.compile(self._function, backend=backend, fullgraph=True)(*args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph for such arguments, else the function itself; compile nothing."""
-        return run_compiled(self._function, args, kwargs)
+        """Run the graph for such arguments, else the function itself; compile nothing.
+
+        It is what ``torch._dynamo.run`` does, in less time: whoever calls is not inside a trace.
+        """
+        mutation_guard.GenerationTracker.generation += 1  # Inductor's CUDA graphs tell steps apart by it
+        before = set_eval_frame(False)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
 
     def difference(self, given: Mapping[str, Any]) -> str:
         """Return the guard of the newest graph that named arguments fail; ``""`` if none fails."""

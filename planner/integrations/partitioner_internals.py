@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -190,8 +191,7 @@ class Step:
             if peak_bytes < least_bytes:
                 front.append(recomputed)
                 least_bytes = peak_bytes
-        low, high = -1, len(front) - 1
-        lowest = self.judge(front[high])
+        lowest = self.judge(front[-1])
         if lowest.peak_bytes > budget_bytes:
             raise InfeasibleBudgetError(
                 f"no choice of the partitioner's candidates keeps {format_bytes(budget_bytes)}: the lowest known peak "
@@ -199,10 +199,8 @@ class Step:
                 minimum_feasible_peak_bytes=lowest.peak_bytes,
                 operation="the compiled graph",
             )
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.judge(front[middle]).peak_bytes <= budget_bytes else (middle, high)
-        return self.judge(front[high])
+        fits = bisect_left(front, True, hi=len(front) - 1, key=lambda one: self.judge(one).peak_bytes <= budget_bytes)
+        return self.judge(front[fits])
 
 
 def knapsack(budget: Size, *, reserve: Size = 0) -> Knapsack:

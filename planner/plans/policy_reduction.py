@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from planner.errors import InfeasibleBudgetError
 from planner.findings.finding import Finding, Severity
-from planner.ir.graph import Operation, OperationCost, Phase, Value
+from planner.ir.graph import Phase
 from planner.ir.policy import backward_begins, held_against, read_by_backward
 from planner.ir.problem import Problem, Solution
-from planner.solving.offload_reduction import schedule_with_fetches
+from planner.solving.offload_reduction import Reduction, schedule_with_fetches
 
 
 def solved_by_policy(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution:
@@ -65,7 +65,7 @@ def decided_operations(problem: Problem) -> str:
     return f"the policy decides {named}{more}: answer None for them, or give a larger budget" if largest else ""
 
 
-class PolicyReduction:
+class PolicyReduction(Reduction):
     """A problem without the decided values: the backward provides each of them once more.
 
     Right before its first reader after the loss, an operation that is to be recomputed has a copy in ``problem``,
@@ -75,13 +75,8 @@ class PolicyReduction:
     """
 
     def __init__(self, problem: Problem, once: Set[int] = frozenset()) -> None:
-        self.real, self.decisions = problem, problem.decisions
-        decisions = problem.decisions
-        self.values: list[Value] = list(problem.graph.values)
-        self.operations: list[Operation] = []
-        self.costs: list[OperationCost] = []
-        self.stands_for: list[int] = []
-        """For each operation of ``problem`` the real one, or -1 less the value that it fetches."""
+        super().__init__(problem)
+        self.decisions = decisions = problem.decisions
         self.copies: dict[int, int] = {}
         """For a value of the forward the one that the backward reads in its place."""
         self.states: dict[int, int] = {}
@@ -96,29 +91,16 @@ class PolicyReduction:
                     self._provide(value)
                 operation = replace(operation, inputs=tuple(self.copies.get(u, u) for u in operation.inputs))
             if index in decisions.recompute and operation.state_bytes:
-                state = self._value(f"random state of {operation.name}", operation.state_bytes)
+                state = self.add_value(f"random state of {operation.name}", operation.state_bytes)
                 self.states[index] = state
                 operation = replace(operation, outputs=(*operation.outputs, state))
             if index in decisions.offload:
                 leaving = read_by_backward(graph, index)
-                tickets = [self._value(f"ticket of {graph.values[u].name}", 0) for u in leaving]
+                tickets = list(map(self.add_ticket, leaving))
                 self.states.update(zip((-1 - u for u in leaving), tickets, strict=True))
                 operation = replace(operation, outputs=(*operation.outputs, *tickets))
-            self._add(operation, problem.costs[index], index)
-        self.problem = Problem(
-            graph=replace(graph, operations=tuple(self.operations), values=tuple(self.values), runs_after=None),
-            costs=tuple(self.costs),
-            budget_bytes=problem.budget_bytes,
-        )
-
-    def _value(self, name: str, size_bytes: int) -> int:
-        self.values.append(Value(name=name, size_bytes=size_bytes))
-        return len(self.values) - 1
-
-    def _add(self, operation: Operation, cost: OperationCost, stands_for: int) -> None:
-        self.operations.append(operation)
-        self.costs.append(cost)
-        self.stands_for.append(stands_for)
+            self.add(operation, problem.costs[index], index)
+        self.problem = self.posed(problem.budget_bytes)
 
     def _provide(self, value: int) -> None:
         """Provide a decided value for the backward, after the decided values that it is computed from."""
@@ -142,20 +124,14 @@ class PolicyReduction:
 
     def _fetch(self, value: int) -> None:
         made = self.real.graph.values[value]
-        self.copies[value] = self._value(made.name, made.size_bytes)
-        name = f"fetch of {made.name}"
-        ticket = self.states[-1 - value]
-        fetch = Operation(
-            name=name, key=name, target="", inputs=(ticket,), outputs=(self.copies[value],), phase=Phase.BACKWARD,
-            recomputable=False,
-        )  # fmt: skip
-        self._add(fetch, OperationCost(seconds=0.0), -1 - value)
+        self.copies[value] = copy = self.add_value(made.name, made.size_bytes)
+        self.add_fetch(value, self.states[-1 - value], copy, 0.0, phase=Phase.BACKWARD, recomputable=False)
 
     def _recompute(self, maker: int) -> None:
         graph = self.real.graph
         operation = graph.operations[maker]
         for value in operation.outputs:
-            self.copies[value] = self._value(graph.values[value].name, graph.values[value].size_bytes)
+            self.copies[value] = self.add_value(graph.values[value].name, graph.values[value].size_bytes)
         state = (self.states[maker],) if maker in self.states else ()
         again = replace(
             operation,
@@ -164,7 +140,7 @@ class PolicyReduction:
             phase=Phase.BACKWARD,
         )
         self.added_seconds += self.real.costs[maker].seconds
-        self._add(again, self.real.costs[maker], maker)
+        self.add(again, self.real.costs[maker], maker)
 
     def invert(self, solution: Solution) -> Solution:
         """Translate a solution of ``problem`` into one of the real problem, with its real cost."""

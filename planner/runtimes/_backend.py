@@ -72,8 +72,7 @@ class Program:
             schedule = _lowest(study, options)
             seen.append(study)
             self.first_needs = needs_of(study.graph, study.costs, schedule)
-            assert study.in_place is not None
-            return extract_fwd_bwd(step.lowered, study.in_place.carried_out(schedule), study.in_place.over)
+            return extract_fwd_bwd(step.lowered, study.ways.carried_out(schedule), study.ways.over)
 
         self.first_run = self._compile(lowest)
         if not seen:

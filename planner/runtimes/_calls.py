@@ -224,21 +224,24 @@ class CallsInSituations(PlannedCalls):
         return result
 
 
+def describe(inputs: Inputs, kinds: tuple[type, ...] = (bool, int, float, str)) -> tuple[Any, ...]:
+    """Return the properties of inputs that plans depend on: of tensors, and all there is to leaves of other kinds."""
+    return tuple(
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves_of((inputs.args, inputs.kwargs))
+        if isinstance(leaf, (torch.Tensor, *kinds))
+    )
+
+
 def situation_of(model: nn.Module, inputs: Inputs) -> Any:
     """Return a key of everything that a plan depends on and calls may change: sizes, types, flags, autocast, mode.
 
     It is computed in every step, so it must be cheap.
     """
-    leaves = leaves_of((inputs.args, inputs.kwargs))
-    described = tuple(
-        (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-        if isinstance(x, (torch.Tensor, bool, str))
-    )
-    kind = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+    kind = next((x.device.type for x in inputs.tensors()), "cpu")
     can_cast = torch.amp.is_autocast_available(kind)
     cast = can_cast and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return described, cast, switches_and_sizes(model), masking_of(model, inputs)
+    return describe(inputs, (bool, str)), cast, switches_and_sizes(model), masking_of(model, inputs)
 
 
 def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:

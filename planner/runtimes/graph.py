@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -58,8 +58,6 @@ from planner.session.step import Options, PlannedStep, called_with, captured, pl
 from planner.session.step_planning import plan_step
 
 Made = TypeVar("Made", Plan, PlannedStep)
-
-_log = logging.getLogger("planner")
 
 _OFTEN = 8
 """A warning is given after this many captures in a row."""
@@ -268,11 +266,8 @@ class GraphRuntime(PlannedCalls):
     def plan_for(self, inputs: Inputs) -> Plan:
         """Capture and plan a call ahead of it: the next one like it runs at once."""
         check_plannable(self.model, inputs)
-        self._is_ahead = True
-        try:
+        with patch.object(self, "_is_ahead", True):
             until_stopped_by(self.model, lambda: self.run(inputs.args, inputs.kwargs))
-        finally:
-            self._is_ahead = False
         assert self.plan is not None
         return self.plan
 

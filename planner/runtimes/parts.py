@@ -34,7 +34,6 @@ from planner.capture.programs import Program
 from planner.capture.state_restore import RandomStates, random_states_kept, seed_all
 from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import boxed
-from planner.capture.trees import leaves_of
 from planner.common.units import format_percent
 from planner.errors import (
     CaptureError,
@@ -48,7 +47,7 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls, weakly
+from planner.runtimes._calls import CallsInSituations, Decided, RuntimeOfCalls, describe, weakly
 from planner.runtimes._gradients import watched
 from planner.runtimes._routes import TRIES, CallProfile, warn_of_another
 from planner.runtimes._sized import NEAR, InputSizes, elements, sizes_of
@@ -67,7 +66,7 @@ class PartsPlan:
     plan: Plan
     course: CallProfile
     given: Mapping[str, Any]
-    """For each captured module, by path, a description of its inputs; see :func:`_described`."""
+    """For each captured module, by path, a description of its inputs; see :func:`planner.runtimes._calls.describe`."""
     sizes: InputSizes = ()
     """Sizes of the model's inputs."""
 
@@ -139,7 +138,7 @@ class PartsRuntime(CallsInSituations):
         for made in sorted(known, key=lambda made: elements(made.sizes)):
             if elements(sizes) < NEAR * elements(made.sizes):
                 return None
-            given = {path: _described(step.calls[path][0].inputs) for path in made.given if path in step.calls}
+            given = {path: describe(step.calls[path][0].inputs) for path in made.given if path in step.calls}
             pairs = ((given.get(path, ()), theirs) for path, theirs in made.given.items())
             if not step.course.beyond(made.course) and all(_is_no_more(ours, theirs) for ours, theirs in pairs):
                 return replace(made, course=step.course, given=given)
@@ -260,7 +259,7 @@ class _PlannedPart(PlannedUnit):
             unlike[self.path] = "is called more than once"
             return self._forward(*args, **kwargs)
         self._parts.ran.add(self.path)
-        ours, planned_for = _described(Inputs(args, kwargs)), self._parts.given[self.path]
+        ours, planned_for = describe(Inputs(args, kwargs)), self._parts.given[self.path]
         if ours != planned_for and not (self.call.may_vary and _is_no_more(ours, planned_for)):
             unlike[self.path] = "is called with other sizes, types or numbers"
         else:
@@ -313,7 +312,7 @@ def plan_parts(
     lowered = replace(lowered, warnings=notes, capture_seconds=time.perf_counter() - seen.begun)
     study = replace(study_lowered(model, lowered, options), varies=followed.is_real)
     plan = replace(step, lowered=lowered).plan(model, options, study=study, **known)
-    return PartsPlan(plan, seen.course, {path: _described(calls[path][0].inputs) for path in blocks})
+    return PartsPlan(plan, seen.course, {path: describe(calls[path][0].inputs) for path in blocks})
 
 
 def record(model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None = None) -> SeenStep:
@@ -360,17 +359,8 @@ def _course(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> CallPro
     return course
 
 
-def _described(inputs: Inputs) -> Any:
-    """Return the properties of a module's inputs that its plan depends on."""
-    return [
-        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves_of((inputs.args, inputs.kwargs))
-        if isinstance(leaf, (torch.Tensor, bool, int, float, str))
-    ]
-
-
 def _is_no_more(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether a module is given as much as :func:`_described`, or smaller tensors."""
+    """Whether a module is given as much as planned, or smaller tensors."""
 
     def is_smaller(a: Any, b: Any) -> bool:
         is_alike = isinstance(a, tuple) and isinstance(b, tuple) and (len(a[0]), *a[1:]) == (len(b[0]), *b[1:])

@@ -154,7 +154,7 @@ class SizedStep:
         around = self._around(self.inputs(joint.inputs))
         graph = replace(lowered.graph.with_sizes(self._values_bytes(sizes)), static_bytes=dict(around.static_bytes))
         step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
-        costs = _scaled(self._single_costs, lowered.graph, graph, self._workspaces(sizes))
+        costs = _scaled(self.study.ways.single_costs, lowered.graph, graph, self._workspaces(sizes))
         in_place = joined(graph, step.may_overwrite, costs)
         study = replace(
             self.study,
@@ -188,11 +188,6 @@ class SizedStep:
             return runs, graph.values, graph.static_bytes, of.static_memory, workspaces_bytes
 
         return facts(study) == facts(other.study)
-
-    @property
-    def _single_costs(self) -> tuple[OperationCost, ...]:
-        assert self.study.in_place is not None
-        return self.study.in_place.single_costs
 
     # Bytes of values.
 
@@ -250,7 +245,7 @@ class SizedStep:
         measured = of_calls([call.at(sizes) for call in calls.values()], of_model(self.model), TO_RUN)
         found = dict(zip(calls, measured, strict=True))
         operations = self.step.lowered.graph.operations
-        workspaces_bytes = [cost.workspace_bytes for cost in self._single_costs]
+        workspaces_bytes = [cost.workspace_bytes for cost in self.study.ways.single_costs]
         for index, text in signatures.items():
             workspaces_bytes[index] = (found[text] or 0) + operations[index].state_bytes
         return workspaces_bytes
@@ -258,8 +253,8 @@ class SizedStep:
     @cached_property
     def _with_workspace(self) -> tuple[dict[int, str], dict[str, _Call]]:
         """Operations with workspace: signatures by index, and one call of each signature."""
-        lowered, signatures = self.step.lowered, {}
-        for index, (operation, cost) in enumerate(zip(lowered.graph.operations, self._single_costs, strict=True)):
+        lowered, costs, signatures = self.step.lowered, self.study.ways.single_costs, {}
+        for index, (operation, cost) in enumerate(zip(lowered.graph.operations, costs, strict=True)):
             if operation.signature and cost.workspace_bytes > operation.state_bytes:
                 signatures[index] = operation.signature
         nodes = {text: lowered.operation_nodes[index] for index, text in signatures.items()}

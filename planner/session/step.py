@@ -167,8 +167,7 @@ class PlannedStep:
     @classmethod
     def of(cls, step: LoweredStep, study: Study, plan: Plan) -> PlannedStep:
         """Take the plan of a study of a lowered step."""
-        assert study.in_place is not None
-        return cls(step, study, plan, study.in_place.carried_out(plan.schedule_for(study.graph)))
+        return cls(step, study, plan, study.ways.carried_out(plan.schedule_for(study.graph)))
 
     @property
     def lowered(self) -> LoweredGraph:
@@ -178,14 +177,12 @@ class PlannedStep:
     @property
     def over(self) -> Mapping[int, int]:
         """For each operation that writes over an input, the value that it overwrites."""
-        assert self.study.in_place is not None
-        return self.study.in_place.over
+        return self.study.ways.over
 
     @property
     def single_costs(self) -> tuple[OperationCost, ...]:
         """Costs of the lowered graph's operations, before in-place joins."""
-        assert self.study.in_place is not None
-        return self.study.in_place.single_costs
+        return self.study.ways.single_costs
 
 
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:

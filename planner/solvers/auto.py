@@ -2,9 +2,9 @@
 
 The integer programme nearly always closes the gap at once. Beside it, in threads of their own
 (neither HiGHS nor the kernels of the annealing hold the interpreter's lock), goes annealing where
-the gap is still open after a moment, from what is quick if there is no plan yet: one for each core
-that is left, each with other random moves. All share one incumbent, so that each goes on from the
-best plan of any. This is the one solver that knows others.
+the gap is still open after a moment: one for each core that is left, each with other random moves.
+All share one incumbent, so that each goes on from the best plan of any. What is quick is asked where
+none of them has found a plan. This is the one solver that knows others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ _PROOF_SHARE = 0.6
 
 _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
 """How long the integer programme runs without annealing: so long, but no more than this share of the time."""
-
-_QUICK_SHARE = 0.1
-"""Of the time, at most, for a first plan by quick methods."""
 
 _MOST_BESIDE = 4
 """Annealings beside the integer programme, where there are cores for them."""
@@ -106,7 +103,6 @@ class _Race:
         """Improve the incumbent until time is up; raise InfeasibleBudgetError if there is provably no plan."""
         if self.effort.deterministic:
             self.prove(_PROOF_SHARE)
-            self.look_quickly()
             self.anneal(Event())
             return
         proven, over = Event(), Event()
@@ -124,17 +120,9 @@ class _Race:
                 each.result()
 
     def run_beside(self, proven: Event, over: Event, number: int) -> None:
-        """After a head start for the proof, try quick methods, then anneal until time is up or the gap is closed."""
+        """After a head start for the proof, anneal until time is up or the gap is closed."""
         proven.wait(min(_HEAD_START_SECONDS, _HEAD_START_SHARE * self.clock.limit_seconds))
-        if number == 0:
-            self.look_quickly()
         self.anneal(over, proven, number)
-
-    def look_quickly(self) -> None:
-        """Take what quick methods find if there is no incumbent yet."""
-        if self.incumbent.schedule is None:
-            seconds = _QUICK_SHARE * self.clock.limit_seconds
-            self.incumbent.update(lowest_schedule(self.incumbent.problem, seconds), AutoSolver.name)
 
     def prove(self, share: float = 1.0) -> None:
         """Run the integer programme; only a proof that no plan exists ends the race."""

@@ -7,7 +7,7 @@ backward arrives; so stages may run several times.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -282,11 +282,8 @@ def _search_along(curves: Curves, incumbent: Incumbent) -> None:
     if not (points := curves.whole):
         return
     fits(points[0])
-    low, high = 0, len(points)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(points[middle]) else (low, middle)
-    for point in points[high + 1 : high + 1 + _BEYOND]:
+    broken = bisect_left(points, True, 1, key=lambda point: not fits(point))
+    for point in points[broken + 1 : broken + 1 + _BEYOND]:
         fits(point)
 
 
@@ -423,14 +420,9 @@ def _both(one: Steps, other: Steps, least_bytes: int, limit_bytes: int, seconds:
 
 def _thinned(points: list[Point]) -> list[Point]:
     """Keep the Pareto-optimal points, thinned to about ``_MOST_POINTS``, both ends included."""
-    points.sort()
     front: list[Point] = []
-    for point in points:
-        if front and point[1] >= front[-1][1]:
-            continue
-        if front and front[-1][0] == point[0]:
-            front[-1] = point
-        else:
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
             front.append(point)
     if len(front) <= _MOST_POINTS:
         return front

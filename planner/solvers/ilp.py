@@ -17,7 +17,7 @@ from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.branch_and_bound import Branching, Limits, PseudoCosts, Tree
+from planner.solving.branch_and_bound import Branching, Limits, Tree
 from planner.solving.cutting_planes import BudgetRows, Path, PathRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Relaxation, exact_optimum, relaxed
@@ -31,9 +31,6 @@ _LEVELS = ((0.4, 0.0), (0.7, 1e-4), (0.9, 3e-4), (1.0, 1e-3))
 
 _RELAXED_SHARE = 0.6
 """Until what share of the time cuts are found by relaxations alone."""
-
-_RISEN = 1e-4
-"""By so much of the step the bound must rise for the last cuts to be worth their rows."""
 
 _OVER, _CUTS_AT_ONCE = 2e-3, 6
 """By so much of the budget a relaxed solution must be over it for a cut there, and so many are added at a time."""
@@ -110,7 +107,6 @@ class _StepCutSearch:
         self.ways: list[Path] = []
         self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
-        self.gains = PseudoCosts()
         self.decided: list[Limits] = [{}]
         """What is decided at each open node of the last tree."""
 
@@ -132,20 +128,15 @@ class _StepCutSearch:
 
     def relax(self, cuts: list[Cut]) -> list[Cut]:
         """Add cuts where relaxations break the budget, until they break it nowhere."""
-        best_seconds, best = 0.0, (cuts, self.ways, self.roundings)
         while not self.is_over(_RELAXED_SHARE):
             model, answer = self.relaxed(cuts, _RELAXED_SHARE)
             if answer.columns is None:
                 break
             self.carried_out(cuts, model, answer.columns)
             more = self.cuts_of_shares(cuts, model, answer.columns)
-            has_risen = answer.bound * self.scale > best_seconds + _RISEN * self.problem.baseline.seconds
-            if has_risen or more is not None:
-                best_seconds, best = answer.bound * self.scale, (cuts, self.ways, self.roundings)
             if more is None:
                 break
             cuts = more
-        cuts, self.ways, self.roundings = best
         return cuts
 
     def decide(self, cuts: list[Cut]) -> None:
@@ -227,7 +218,7 @@ class _StepCutSearch:
         def solve(turns: int | None) -> Answer:
             return self.solve(relaxation, model, _NODE_SECONDS_PER_ROW, turns)
 
-        tree = Tree(model, branching, relaxation, rows.add_broken, self.gains, solve)
+        tree = Tree(model, branching, relaxation, rows.add_broken, solve)
         if not tree.open_nodes(map(branching.known, self.decided), self.cutoff):
             return None
         leaf = None

@@ -46,11 +46,6 @@ _ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
 _FROM_A_PLAN = 0.6
 """So much shorter is a round that starts from a plan."""
 
-_STUCK, _STUCK_MOVES, _STUCK_PRICES = 4, (4, 10, 36), (1e4, 1e12)
-"""Where from nothing no plan is found, and so many rounds in a row brought nothing: moves for each operation of a round
-from a plan, and what a byte over the budget costs as it begins, at least and at most. At the most, which a round that
-failed leaves, none goes far from its plan."""
-
 _YOUNG_SHARE = 0.35
 """Share of the time at most until rounds start from any member of a population, even where there are few."""
 
@@ -76,10 +71,6 @@ _ALIKE = 0.03
 
 _STALE, _EXHAUSTED = 40, 200
 """Sets in a row that were not let in, from which on some begin from nothing again, and until no more is to be had."""
-
-
-def _never() -> bool:
-    return False
 
 
 class SearchSolver:
@@ -126,7 +117,9 @@ class SearchSolver:
             time.sleep(0.1)
         return False
 
-    def improve(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
+    def improve(
+        self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
         """Anneal from the incumbent that other solvers may improve too; without one, look for a plan of low peak first.
 
         Now and then it asks whether it is over. A move costs O(runs + reads changed): a few microseconds for 1,000
@@ -166,7 +159,7 @@ class SearchSolver:
         incumbent.update(lowest_schedule(replace(incumbent.problem, budget_bytes=0), seconds), self.name)
 
     def descent(
-        self, incumbent: Incumbent, least_bytes: int, effort: SolveLimits, is_over: Callable[[], bool] = _never
+        self, incumbent: Incumbent, least_bytes: int, effort: SolveLimits, is_over: Callable[[], bool] = lambda: False
     ) -> Schedule:
         """Lower the peak from the lowest plan that the incumbent has seen, until one is within the budget."""
         problem = replace(incumbent.problem, budget_bytes=least_bytes)
@@ -294,9 +287,6 @@ class _Rounds:
             self.adopt(incumbent)
             start, top = self.next_start(incumbent, clock)
             moves = int(moves_each * (_FROM_A_PLAN if start else 1.0))
-            if start and self.is_hard and self.pool.stale >= _STUCK:
-                moves = self.random.choice(_STUCK_MOVES)
-                self.state.real[self.kernels.WEIGHT] = self.between(*_STUCK_PRICES)
             self.cool(start, top, moves * count, clock, is_over)
             if not start:
                 self.is_hard = math.isinf(self.state.real[self.kernels.BEST])

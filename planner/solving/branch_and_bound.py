@@ -5,9 +5,8 @@ operation is recomputed between two certain cuts is a poor question: if not ther
 it has been by a cut at all changes much either way, and so does whether a large value is held.
 
 The node of the lowest bound is branched on next, on the choice that raises the bounds of both sides most. That is tried
-for a few (strong branching: Applegate, Bixby, Chvatal, Cook, "Finding Cuts in the TSP", DIMACS technical report 95-05,
-1995) and remembered (Achterberg, Koch, Martin, "Branching rules revisited", Operations Research Letters 33, 2005). At
-each node the rows that its solution breaks are added; they hold for all.
+for the few in which there is most (strong branching: Applegate, Bixby, Chvatal, Cook, "Finding Cuts in the TSP", DIMACS
+technical report 95-05, 1995). At each node the rows that its solution breaks are added; they hold for all.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ _SMALL = 3e-3
 """Values of less than this share of the budget are not asked for: what runs again decides them."""
 
 _TRIED, _TRIED_DEEP, _DEEP = 8, 2, 3
-"""How many choices not known yet are tried at a node, and at nodes of this depth."""
-
-_KNOWN = 4
-"""How many choices that were tried before are tried again."""
+"""How many choices are tried at a node, and at nodes of this depth."""
 
 _TRIAL_TURNS = 60
 """Steps of the simplex algorithm that a trial takes at most."""
@@ -84,11 +80,6 @@ class Choice:
         """The whole number below."""
         return math.floor(self.level)
 
-    @property
-    def share(self) -> float:
-        """How far the answer is above that."""
-        return self.level - self.lower
-
 
 Limits = dict[Question, tuple[float, float]]
 """What answers are at least and at most."""
@@ -111,8 +102,6 @@ class Branching:
         for number, again in enumerate(model.run_again):
             for operation, column in again.items():
                 self.columns_of.setdefault(operation, []).append((number, column))
-        self.runs = list({tuple(columns): operation for operation, columns in self.columns_of.items()}.values())
-        """What runs again; of what runs together, one."""
         least_bytes = _SMALL * problem.budget_bytes
         self.large = [
             (number, u, column)
@@ -155,11 +144,11 @@ class Branching:
 
     def choices(self, columns: Sequence[float]) -> Iterator[Choice]:
         """Return the choices that a solution leaves open; if there are none, what runs again in it is whole."""
-        for operation in self.runs:
-            found = _undecided(self.columns_of[operation], columns)
+        for operation, those in self.columns_of.items():
+            found = _undecided(those, columns)
             if found is not None:
                 number, level, weight = found
-                first = self.columns_of[operation][0][0]
+                first = those[0][0]
                 question = Question(Kind.RUNS, operation, self.ends[number], self.cuts[first])
                 yield Choice(question, level, weight * (1 + self.outputs_bytes[operation]))
         for number, u, column in self.large:
@@ -192,33 +181,6 @@ def _is_whole(level: float) -> bool:
     return _distance(level) < _WHOLE
 
 
-@dataclass(slots=True)
-class PseudoCosts:
-    """By how much bounds rose where something was decided, for each share of it: downwards, upwards, and how often."""
-
-    known: dict[tuple[Kind, int], tuple[float, float, int]] = field(default_factory=dict)
-
-    def tell(self, choice: Choice, down: float, up: float) -> None:
-        """Take what a trial brought."""
-        about = choice.question.kind, choice.question.index  # it is alike at all cuts
-        before = self.known.get(about, (0.0, 0.0, 0))
-        shares = down / choice.share, up / (1.0 - choice.share)
-        self.known[about] = before[0] + shares[0], before[1] + shares[1], before[2] + 1
-
-    def expected(self, choice: Choice) -> float | None:
-        """Return about what deciding it is worth; None if it was never tried."""
-        found = self.known.get((choice.question.kind, choice.question.index))
-        if found is None:
-            return None
-        down, up, times = found
-        return worth(down / times * choice.share, up / times * (1.0 - choice.share))
-
-
-def worth(down: float, up: float) -> float:
-    """Return what two gains are worth together."""
-    return max(down, _LEAST) * max(up, _LEAST)
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Node:
     """What is decided, and the optimum of that."""
@@ -242,11 +204,10 @@ class Tree:
         branching: Branching,
         relaxation: Relaxation,
         add_broken: Callable[[Sequence[float]], int],
-        gains: PseudoCosts,
         solve: Callable[[int | None], Answer],
     ) -> None:
         self.model, self.branching, self.relaxation = model, branching, relaxation
-        self.add_broken, self.gains, self.solve = add_broken, gains, solve
+        self.add_broken, self.solve = add_broken, solve
         self.open: list[Node] = []
         self.number = 0
         self.current: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -276,26 +237,26 @@ class Tree:
         as it is. Two relaxations for each choice that is tried, and two to four more.
         """
         node = heapq.heappop(self.open)
-        choices = list(self.branching.choices(node.columns))
-        if not choices:
+        most = _TRIED if len(node.limits) < _DEEP else _TRIED_DEEP
+        tried = sorted(self.branching.choices(node.columns), key=lambda choice: -choice.weight)[:most]
+        if not tried:
             heapq.heappush(self.open, node)
             return node
-        tried = self._worth_trying(choices, node)
         trials = [self._sides(node.limits, choice) for choice in tried]
         for limits, _ in trials:
             self._place(limits)
         self._solve(node.limits, None)
         basis, num_rows = self.relaxation.basis(), len(self.model.rows)
         best: tuple[float, tuple[Limits, Limits]] | None = None
-        for choice, sides in zip(tried, trials, strict=True):
+        for sides in trials:
             answers = [self._try(limits, basis) for limits in sides]
             if any(_is_cut_short(answer, _TRIAL_TURNS) for answer in answers):
                 heapq.heappush(self.open, node)
                 return None
             down, up = (self._gain(node, answer, cutoff) for answer in answers)
-            self.gains.tell(choice, down, up)
-            if best is None or worth(down, up) > best[0]:
-                best = worth(down, up), sides
+            worth = max(down, _LEAST) * max(up, _LEAST)
+            if best is None or worth > best[0]:
+                best = worth, sides
             if not any(may_beat(math.inf if answer.infeasible else answer.bound, cutoff) for answer in answers):
                 break
         assert best is not None
@@ -328,15 +289,6 @@ class Tree:
     def _gain(node: Node, answer: Answer, cutoff: float) -> float:
         most = min(max(cutoff - node.bound, 0.0), _MOST * node.bound + _LEAST)
         return most if answer.infeasible else min(max(answer.bound - node.bound, 0.0), most)
-
-    def _worth_trying(self, choices: list[Choice], node: Node) -> list[Choice]:
-        expected = [(self.gains.expected(choice), choice) for choice in choices]
-        known = [(value, choice) for value, choice in expected if value is not None]
-        known.sort(key=lambda each: -each[0])
-        new = [choice for value, choice in expected if value is None]
-        new.sort(key=lambda choice: -choice.weight)
-        tried = [choice for _, choice in known[: _KNOWN if new else _TRIED_DEEP]]
-        return tried + new[: _TRIED if len(node.limits) < _DEEP else _TRIED_DEEP]
 
     @staticmethod
     def _sides(limits: Limits, choice: Choice) -> tuple[Limits, Limits]:

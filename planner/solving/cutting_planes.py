@@ -1,10 +1,10 @@
 """Cutting planes of the step-cut programme: rows that every whole plan keeps and its relaxation breaks.
 
 *Path rows.* Between many cuts a relaxation makes half of a value, in the next stretch another half from the same half
-of an input, and says that it has a whole one. So take a value that is live at a later cut, or is read after it, and a
-path back along which it was made. At the earlier cut some value on that path was held, or the operation at its end has
-run since. Which of these rows are broken is found by one pass over what is recomputed for each pair of cuts; they are
-too many to write down all.
+of an input, and says that it has a whole one. So take a value that a first run after a later cut reads, and a path back
+along which it was made. At the earlier cut some value on that path was held, or the operation at its end has run since.
+Which of these rows are broken is found by one pass over what is recomputed for each pair of cuts; they are too many to
+write down all.
 
 *Budget rows.* Say that three values of 4 bytes each may be held at a cut, and 11 bytes are free. A relaxation holds
 eleven twelfths of each. Of whole values no more than two fit, and a row says so: sizes and room are divided by 4 and
@@ -49,11 +49,7 @@ class Path:
     until: Cut | None
     """Where the last stretch that counts ends; None stands for the end of the step."""
     values: tuple[int, ...]
-    """From the one that must be there back to the one whose maker may have run."""
-    reader: int | None
-    """What runs again in the last stretch and reads the first of these values, if that is why it must be there."""
-    at_end: bool
-    """Whether it must be there because it is held where the last stretch ends. Else a first run in there reads it."""
+    """From the one that a first run in the last stretch reads back to the one whose maker may have run."""
 
 
 class PathRows:
@@ -73,8 +69,6 @@ class PathRows:
             self.reads.append(sorted(u for u in read if producer[u] <= cut.latest))
         self.runs: list[list[tuple[int, float]]] = []
         """Of a solution: what runs again after each cut, and how much."""
-        self.holds: list[list[tuple[int, float]]] = []
-        """Of a solution: what each cut holds, and how much."""
 
         for path in known:
             if path.first in cuts and path.until in self.ends:
@@ -82,8 +76,10 @@ class PathRows:
 
     def add_broken(self, columns: Sequence[float]) -> int:
         """Add the rows that a solution violates most, a limited number at once; return how many."""
-        self.runs = [_above_nothing(cut, columns) for cut in self.model.run_again]
-        self.holds = [_above_nothing(cut, columns) for cut in self.model.held]
+        self.runs = [
+            [(each, columns[column]) for each, column in cut.items() if columns[column] > _NOTHING]
+            for cut in self.model.run_again
+        ]
         found = [each for first in range(len(self.model.held) - 1) for each in self._broken_from(first, columns)]
         found.sort(key=lambda each: -each[0])
         before = len(self.places)
@@ -96,10 +92,8 @@ class PathRows:
         return [path for path, place in self.places if is_binding(prices[place])]
 
     def _add(self, path: Path) -> None:
-        row = self._row(path)
-        if row is not None:
-            self.places.append((path, len(self.model.rows)))
-            self.model.rows.append(row)
+        self.places.append((path, len(self.model.rows)))
+        self.model.rows.append(self._row(path))
 
     def _broken_from(self, first: int, columns: Sequence[float]) -> Iterator[tuple[float, Path]]:
         """Return the paths of violated rows of an earlier cut, each with its violation."""
@@ -115,13 +109,13 @@ class PathRows:
             if last == first:
                 continue
             made, via = self._made(there, ran)
-            for value, needed, reader, at_end in self._demands(first, last, columns):
-                missing = needed - there[value] - made.get(producer[value], 0.0)
+            for value in self.reads[last]:
+                missing = 1.0 - there.get(value, 1.0) - made.get(producer[value], 0.0)
                 if missing > _BROKEN:
                     values = [value]
                     while (maker := producer[values[-1]]) in via:
                         values.append(via[maker])
-                    yield missing, Path(cut, self.ends[last + 1], tuple(values), reader, at_end)
+                    yield missing, Path(cut, self.ends[last + 1], tuple(values))
 
     def _made(self, there: dict[int, float], ran: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:
         """Return how much of each operation can have run since a cut, and the input that limits it, if any."""
@@ -138,47 +132,14 @@ class PathRows:
             made[operation] = most
         return made, via
 
-    def _demands(
-        self, first: int, last: int, columns: Sequence[float]
-    ) -> Iterator[tuple[int, float, int | None, bool]]:
-        """Return values of an earlier cut that must be live until the stretch after a later one ends.
-
-        Beside each how much of it, and why, as in :class:`Path`.
-        """
-        model, held = self.model, self.model.held[first]
-        for value in self.reads[last]:
-            if value in held:
-                yield value, 1.0, None, False
-        for operation, share in self.runs[last]:
-            if share > _BROKEN and operation in model.run_again[first]:
-                for value in self.graph.operations[operation].inputs:
-                    if value in held:
-                        yield value, share, operation, False
-        if last + 1 == len(model.held):
-            return
-        begins = model.begins[last + 1]
-        for value, share in self.holds[last + 1]:
-            if share > _BROKEN and value in held:
-                begin = begins.get(self.graph.producer[value])
-                yield value, share - (0.0 if begin is None else columns[begin]), None, True
-
-    def _row(self, path: Path) -> Row | None:
-        """Require that some value on a path was held or recomputed; None if no cut has columns for that."""
+    def _row(self, path: Path) -> Row:
+        """Require that some value on a path was held or recomputed."""
         model = self.model
         first, until = self.ends.index(path.first), self.ends.index(path.until)
         terms = [(model.held[first][u], 1.0) for u in path.values]
         maker = self.graph.producer[path.values[-1]]
         terms += [(cut[maker], 1.0) for cut in model.run_again[first:until] if maker in cut]
-        if path.reader is not None:
-            column = model.run_again[until - 1].get(path.reader)
-            return None if column is None else (_added_up([*terms, (column, -1.0)]), 0.0)
-        if not path.at_end:
-            return _added_up(terms), 1.0
-        value = path.values[0]
-        column, begin = model.held[until].get(value), model.begins[until].get(self.graph.producer[value])
-        if begin is not None:
-            terms.append((begin, 1.0))
-        return None if column is None else (_added_up([*terms, (column, -1.0)]), 0.0)
+        return _added_up(terms), 1.0
 
 
 def _added_up(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -187,10 +148,6 @@ def _added_up(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     for column, weight in terms:
         weights[column] = weights.get(column, 0.0) + weight
     return [(column, weight) for column, weight in weights.items() if weight]
-
-
-def _above_nothing(shares: dict[int, int], columns: Sequence[float]) -> list[tuple[int, float]]:
-    return [(each, columns[column]) for each, column in shares.items() if columns[column] > _NOTHING]
 
 
 @dataclass(frozen=True, slots=True)

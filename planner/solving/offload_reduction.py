@@ -9,13 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, recompute_in_regions
 
 
-class OffloadReduction:
+class Reduction:
+    """A ``real`` problem, and the operations and values of one that stands for it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.real = problem
+        self.values = list(problem.graph.values)
+        self.operations: list[Operation] = []
+        self.costs: list[OperationCost] = []
+        self.stands_for: list[int] = []
+        """For each of the operations the real one, or -1 less the value that it fetches."""
+
+    def add_value(self, name: str, size_bytes: int) -> int:
+        """Add a value, and return its number."""
+        self.values.append(Value(name=name, size_bytes=size_bytes))
+        return len(self.values) - 1
+
+    def add_ticket(self, value: int) -> int:
+        """Add what a fetch of a value reads, which takes no memory, and return its number."""
+        return self.add_value(f"ticket of {self.values[value].name}", 0)
+
+    def add(self, operation: Operation, cost: OperationCost, stands_for: int) -> None:
+        """Add an operation that stands for a real one."""
+        self.operations.append(operation)
+        self.costs.append(cost)
+        self.stands_for.append(stands_for)
+
+    def add_fetch(self, value: int, ticket: int, made: int, seconds: float, **facts: Any) -> None:
+        """Add an operation that stands for fetching a value."""
+        name = f"fetch of {self.values[value].name}"
+        fetch = Operation(name=name, key=name, target="", inputs=(ticket,), outputs=(made,), **facts)
+        self.add(fetch, OperationCost(seconds=seconds), -1 - value)
+
+    def posed(self, budget_bytes: int) -> Problem:
+        """Return the problem that was put together, in its one order."""
+        graph = replace(self.real.graph, operations=tuple(self.operations), values=tuple(self.values), runs_after=None)
+        return Problem(graph=graph, costs=tuple(self.costs), budget_bytes=budget_bytes)
+
+
+class OffloadReduction(Reduction):
     """A ``real`` problem with a host, and its reduction to recompute alone (``problem``).
 
     In it the chosen values can be fetched, and cannot be recomputed. So many bytes of the budget are to be left free
@@ -25,37 +64,19 @@ class OffloadReduction:
 
     def __init__(self, problem: Problem, chosen: Iterable[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
         assert problem.host is not None
-        self.real, self.host, self.chosen = problem, problem.host, frozenset(chosen)
-        graph = problem.graph
-        values = list(graph.values)
-        operations: list[Operation] = []
-        costs: list[OperationCost] = []
-        self.stands_for: list[int] = []
-        """For each operation of the problem as posed, the real one; for one that fetches, -1 less the value."""
-        for index, (operation, cost) in enumerate(zip(graph.operations, problem.costs, strict=True)):
+        super().__init__(problem)
+        self.host, self.chosen = problem.host, frozenset(chosen)
+        for index, (operation, cost) in enumerate(zip(problem.graph.operations, problem.costs, strict=True)):
             moved = [u for u in operation.outputs if u in self.chosen]
-            tickets = tuple(range(len(values), len(values) + len(moved)))
-            values += [Value(name=f"ticket of {values[u].name}", size_bytes=0) for u in moved]
             stays = (u for u in operation.outputs if u not in moved)
-            operations.append(replace(operation, outputs=(*stays, *tickets)))
-            held_bytes = sum(values[u].size_bytes for u in moved)
-            costs.append(replace(cost, workspace_bytes=cost.workspace_bytes + held_bytes))
-            self.stands_for.append(index)
+            tickets = list(map(self.add_ticket, moved))
+            bytes_beside = cost.workspace_bytes + sum(self.values[u].size_bytes for u in moved)
+            made = replace(operation, outputs=(*stays, *tickets))
+            self.add(made, replace(cost, workspace_bytes=bytes_beside), index)
             for u, ticket in zip(moved, tickets, strict=True):
-                name = f"fetch of {values[u].name}"
-                operations.append(
-                    Operation(
-                        name=name, key=name, target="", inputs=(ticket,), outputs=(u,), phase=operation.phase,
-                        region=operation.region,
-                    )
-                )  # fmt: skip
-                costs.append(OperationCost(seconds=price * self.host.seconds(values[u].size_bytes)))
-                self.stands_for.append(-1 - u)
-        self.problem = Problem(
-            graph=replace(graph, operations=tuple(operations), values=tuple(values), runs_after=None),
-            costs=tuple(costs),
-            budget_bytes=problem.budget_bytes - spare_bytes,
-        )
+                seconds = price * self.host.seconds(self.values[u].size_bytes)
+                self.add_fetch(u, ticket, u, seconds, phase=operation.phase, region=operation.region)
+        self.problem = self.posed(problem.budget_bytes - spare_bytes)
 
     def invert(self, schedule: Schedule) -> Schedule:
         """Translate a schedule of the reduced problem into one of the real problem."""

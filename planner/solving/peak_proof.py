@@ -35,8 +35,6 @@ _SMALL = 1e-3
 
 Live = frozenset[int]
 
-_NOTHING: Live = frozenset()
-
 
 def proven_by_last_births(
     graph: TrainingGraph, costs: Sequence[OperationCost], first_run_bytes: Sequence[int]

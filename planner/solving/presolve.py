@@ -6,8 +6,7 @@ programme much larger and move its optimum by nothing to speak of; without them 
 
 Dominated values: a value that one operation alone reads, which reads nothing else that may be dropped, is worth no more
 than that operation's results. Where a plan holds the value, let it make the results at once and hold them: they take no
-more bytes, and nothing runs more often. So programmes need not ask at which cuts such values are held. Where the maker
-is for nothing else either, both are recomputed together, and one column stands for both.
+more bytes, and nothing runs more often. So programmes need not ask at which cuts such values are held.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ class DominatedValue:
     reader: int
     results: tuple[int, ...]
     """What is held in its place."""
-    together: bool
-    """Whether the maker runs again only with the reader."""
 
 
 def dominated_values(graph: TrainingGraph, apart: Collection[int] = ()) -> list[DominatedValue]:
@@ -92,8 +89,7 @@ def _dominated(graph: TrainingGraph, value: int, apart: Collection[int]) -> Domi
     results = [u for u in runs[1].outputs if can_be_dropped(graph, u)]
     if sum(graph.values[u].size_bytes for u in results) > graph.values[value].size_bytes:
         return None
-    together = all(u == value or not can_be_dropped(graph, u) for u in runs[0].outputs)
-    return DominatedValue(value, maker, readers[0], tuple(results), together)
+    return DominatedValue(value, maker, readers[0], tuple(results))
 
 
 def can_be_dropped(graph: TrainingGraph, value: int) -> bool:

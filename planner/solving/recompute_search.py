@@ -241,11 +241,8 @@ class _Runs:
         if not wanted & ~self.held:
             return
         search = self.search
-        for held in (self.held, stays):  # what is held shortens the way, and may stand in it
-            steps = search.way(wanted, held, stays, self.room_bytes, _LOOKS_FOR_A_SET)
-            if steps is not None:
-                break
-        else:
+        steps = search.way(wanted, self.held, stays, self.room_bytes, _LOOKS_FOR_A_SET)
+        if steps is None:
             raise _NoWay
         for live, operation, made in steps:
             if made >= 0 and not self.held >> made & 1:

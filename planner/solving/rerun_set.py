@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from importlib import import_module
+from itertools import accumulate, chain
 from operator import ge
 from typing import Any
 
@@ -156,11 +157,8 @@ def _tables(problem: Problem, kernels: Any, unit_seconds: float) -> Any:
     operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
 
     def rows(lists: Iterable[Iterable[int]]) -> tuple[Any, Any]:
-        start, flat = [0], list[int]()
-        for row in lists:
-            flat.extend(row)
-            start.append(len(flat))
-        return np.array(start, np.int64), np.array(flat, np.int64)
+        each = list(map(tuple, lists))
+        return np.array([0, *accumulate(map(len, each))], np.int64), np.array(list(chain(*each)), np.int64)
 
     def counts(some: bool, u: int) -> bool:
         return values[u].size_bytes > 0 and not (some and values[u].retained)

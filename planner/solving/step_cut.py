@@ -146,9 +146,8 @@ class _Builder:
         self.room_bytes: list[int] = []
         model.nothing = model.column()
         model.at_least(0.0, (model.nothing, -1.0))
-        self.scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
+        scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
         model.dominated = dominated_values(graph, frozenset().union(*(cut.again for cut in cuts)))
-        self.runs_with = {each.maker: each.reader for each in model.dominated if each.together}
         operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
         for cut in cuts:
             again, holdable = needed_after(problem, cut.latest)
@@ -164,22 +163,11 @@ class _Builder:
             model.held.append(
                 {u: model.nothing if u in dominated else model.column() for u in holdable if u not in fixed}
             )
-            model.run_again.append(self.columns_of_runs(again))
+            seconds = ((o, problem.costs[o].seconds) for o in again)
+            model.run_again.append({o: model.column(cost / scale, integer=True) for o, cost in seconds})
             model.begins.append({o: model.column(integer=True) for o in again if o in cut.again})
         random = [{o: column for o, column in again.items() if operations[o].state_bytes} for again in model.run_again]
         model.ever_after = [*({o: model.column() for o in again} for again in random[:-1]), random[-1]]
-
-    def columns_of_runs(self, again: Sequence[int]) -> dict[int, int]:
-        """Add columns of operations recomputed after a cut; one that is tied to its reader shares its column."""
-        columns: dict[int, int] = {}
-        for operation in reversed(again):
-            cost = self.problem.costs[operation].seconds / self.scale
-            column = columns.get(self.runs_with.get(operation, operation))
-            if column is None:
-                column = self.model.column(integer=True)
-            self.model.cost[column] += cost
-            columns[operation] = column
-        return dict(reversed(columns.items()))
 
     def sources(self, number: int, value: int) -> list[tuple[int, float]]:
         """Return the columns of which one must be 1 for a value to be available after a cut; none if it always is."""
@@ -201,8 +189,8 @@ class _Builder:
                 model.at_least(1.0, *self.sources(number, value))
         for operation, column in run_again.items():
             for value in self.graph.operations[operation].inputs:
-                if value in held and (column, 1.0) not in (sources := self.sources(number, value)):
-                    model.at_least(0.0, *sources, (column, -1.0))
+                if value in held:
+                    model.at_least(0.0, *self.sources(number, value), (column, -1.0))
         if cut.again:
             self.require_beginning(number)
 

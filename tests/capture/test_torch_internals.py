@@ -23,9 +23,10 @@ def test_this_torch_has_what_the_planner_stands_on() -> None:
     def doubled(y: torch.Tensor) -> Any:
         return y * 2 if torch.compiler.is_dynamo_compiling() else None
 
-    internals.compile_isolated(doubled, lambda graph_module, _: graph_module)(x)
-    assert internals.run_compiled(doubled, (x,), {}) is not None, "compiled graphs are not run alone"
-    assert internals.run_compiled(doubled, (x[:1],), {}) is None, "or not only for what they were compiled for"
+    owned = internals.OwnedFunction(doubled, "doubled")
+    owned.compiled(lambda graph_module, _: graph_module, (x,), {})
+    assert owned.run((x,), {}) is not None, "compiled graphs are not run alone"
+    assert owned.run((x[:1],), {}) is None, "or not only for what they were compiled for"
 
     written = torch.zeros(2)
     alias, version = written.detach(), internals.version_of(written)
@@ -55,7 +56,8 @@ def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFi
         return x * 2
 
     with internals.dynamo_settings():
-        doubled = internals.compile_isolated(double, lambda graph_module, _: graph_module)(torch.ones(2))
+        owned = internals.OwnedFunction(double, "double")
+        doubled = owned.compiled(lambda graph_module, _: graph_module, (torch.ones(2),), {})
     assert doubled.tolist() == [2, 2]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 

@@ -24,9 +24,7 @@ def noise(like: torch.Tensor) -> torch.Tensor:
     return torch.rand_like(like)
 
 
-@noise.register_fake
-def _(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like)
+noise.register_fake(torch.empty_like)
 
 
 class Noisy(OneLinear):

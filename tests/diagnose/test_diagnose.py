@@ -342,18 +342,6 @@ def test_json_stands_alone_and_in_a_file(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(Path("found.json").read_text(encoding="utf-8")) == report
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [["nosuchmodel"], [], ["minigpt", "--device", "nosuchdevice"], ["minigpt", "--json", "no/such/folder/x.json"],
-     ["minigpt", "--optimizer", "nosuch"], ["mine.py:nosuch"]],
-)  # fmt: skip
-@pytest.mark.usefixtures("factories")
-def test_wrong_usage_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", *wrong]) == 2
-    streams = capsys.readouterr()
-    assert streams.out == "" and streams.err.startswith("error: ") and streams.err.count("\n") == 1
-
-
 def test_a_forward_that_fails_is_no_matter_of_the_capture() -> None:
     model = Trained(nn.Linear(8, 8))
     with pytest.raises(CaptureError, match="TypeError: "):

@@ -15,10 +15,7 @@ from tests.example_graphs import transformer
 from tests.planned import make_plan
 from tests.report.test_report import example_plan
 
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return example_plan()
+plan = pytest.fixture(scope="module")(example_plan)
 
 
 def test_timelines_peak_where_the_plan_does(plan: Plan) -> None:

@@ -30,9 +30,7 @@ def planned(graph: TrainingGraph = GRAPH, budget: int = TIGHT, **asked: object) 
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return planned()
+plan = pytest.fixture(scope="module")(planned)
 
 
 def test_branches_one_by_one_cost_less(plan: Plan) -> None:

@@ -28,7 +28,7 @@ from planner.ir.simulator import simulate
 from planner.plans.comparison import every_nth_layer
 from planner.plans.from_solution import plan_from_solution
 from planner.plans.liveness import anatomy_of_peak, placement
-from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin, Verification
+from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin
 from tests.example_graphs import Builder, random_drops, transformer
 from tests.planned import by_hand, make_plan, make_problem
 from tests.tiers import tiered
@@ -188,39 +188,11 @@ def test_a_plan_that_would_run_backwards_is_refused(plan: Plan) -> None:
 # The JSON of schema 1.
 
 
-def test_the_report_has_every_key_of_schema_1(plan: Plan) -> None:
-    verified = dataclasses.replace(
-        plan,
-        verification=Verification(
-            peak_bytes=1, baseline_peak_bytes=2, overhead=-0.01, loss_equal=True, gradients_bitwise_equal=True,
-            buffers_equal=True,
-        ),
-    )  # fmt: skip
-    report = verified.report()
-    parts = {
-        "baseline": {"peak_bytes", "step_seconds"},
-        "predicted": {"peak_bytes", "peak_at", "overhead", "recompute_seconds"},
-        "lower_bound": {"overhead"},
-        "solver": {"name", "seconds"},
-        "measured": {"peak_bytes", "overhead", "loss_equal", "gradients_bitwise_equal", "buffers_equal"},
-    }
-    assert report.keys() >= {
-        "schema", "model", "torch", "status", "budget_bytes", "static_bytes", "minimum_feasible_peak_bytes",
-        "capture_seconds", "cost_model", "placement",
-    }  # fmt: skip
-    assert all(report[part].keys() >= keys for part, keys in parts.items())
-    assert report["predicted"]["peak_at"].keys() >= {"operation", "module", "source"}
-    for layer in report["placement"]:
-        assert {"module", "saved_bytes", "freed_bytes", "recomputed", "added_seconds"} <= set(layer)
-    assert "measured" not in plan.report()
-    assert Plan.from_json(verified.to_json()) == verified
-
-
 def test_save_and_load(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = dataclasses.replace(plan, cache_seconds=-1e-3)  # a tighter budget may find more in caches
     plan.save(path)
-    assert Plan.load(path) == plan == Plan.from_json(plan.to_json())
+    assert Plan.load(path) == plan == Plan.from_json(plan.to_json()) and "measured" not in plan.report()
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 

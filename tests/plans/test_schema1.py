@@ -43,6 +43,7 @@ def test_a_plan_says_what_it_said(name: str) -> None:
     written = json.loads((FILES / f"{name}.plan").read_text(encoding="utf-8"), object_hook=without_gone)
     plan = load(name)
     assert json.loads(plan.to_json()) == written
+    assert plan.report().keys() == written.keys() - {"decisions", "fingerprint", "values"}
     assert plan.runtime == schema1.PLANS[name]["runtime"] and plan.verification is not None
     console = Console(file=StringIO(), width=100)
     render(plan, console, full=True)

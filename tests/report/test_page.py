@@ -30,9 +30,7 @@ VOID = ("meta", "input", "br", "img", "link")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return example_plan()
+plan = pytest.fixture(scope="module")(example_plan)
 
 
 def hostile(plan: Plan) -> Plan:

@@ -78,9 +78,7 @@ def shown(plan: Plan, width: int, *, full: bool = True) -> str:
     return printed(render, plan, width=width, full=full)
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return example_plan()
+plan = pytest.fixture(scope="module")(example_plan)
 
 
 # The numbers of a golden report, added up again.
@@ -212,16 +210,6 @@ def test_the_report_is_one_screen(plan: Plan, width: int) -> None:
         lines = shown(shown_plan, width, full=False).splitlines()
         assert len(lines) <= SCREEN and max(map(len, lines[1:])) <= min(width, 100)
         assert len(lines[0]) <= 100
-
-
-def test_what_is_left_out_of_the_screen_is_in_the_whole_report(plan: Plan) -> None:
-    screen, whole = shown(plan, 100, full=False), shown(plan, 100)
-    assert "5 of 6" in screen and "Placement, layer by layer" in whole and "Placement" not in screen
-    for part in ("FITS ", "Peak memory, ", "Beside other ways", "Layers, ", "Measured in 3 real", "What to do next"):
-        assert part in screen
-    unmeasured = shown(dataclasses.replace(plan, verification=None), 100, full=False)
-    assert "Memory over the step" in unmeasured and "Measured" not in unmeasured
-    assert "planner.auto_wrap(model, budget=plan)" in screen and "planner.auto_wrap(model, budget=plan)" in whole
 
 
 def test_the_screen_names_every_byte_of_the_peak_and_hides_no_warning(plan: Plan) -> None:

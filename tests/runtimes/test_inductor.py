@@ -15,7 +15,6 @@ from torch._functorch import aot_autograd
 
 import planner
 from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler
-from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.ir.graph import TrainingGraph, Value
@@ -56,7 +55,7 @@ def test_inductor_hands_its_joint_graph_to_a_partition_of_ours():
 
     model = nn.Linear(2, 2)
     with pytest.raises(Reached):  # no compiler is needed
-        compile_isolated(lambda y: call_implementation(model)(y), backend)(torch.ones(1, 2))
+        torch.compile(model, backend=backend, fullgraph=True)(torch.ones(1, 2))
 
 
 def test_the_peak_is_that_of_the_code():

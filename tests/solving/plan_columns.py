@@ -73,7 +73,5 @@ def _pass_on(cuts: Sequence[Cut], each: DominatedValue, held: list[set[int]], ru
         else:
             needed = each.reader in ran or (each.maker in ran and following)
         ran.discard(each.reader)
-        if each.together:
-            ran.discard(each.maker)
         if needed:
             ran.update((each.maker, each.reader))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir.problem import Problem
-from planner.solving.branch_and_bound import Branching, Node, PseudoCosts, Tree
+from planner.solving.branch_and_bound import Branching, Node, Tree
 from planner.solving.cutting_planes import BudgetRows, PathRows
 from planner.solving.milp import Relaxation, minimise
 from planner.solving.step_cut import Cut, Model, build
@@ -34,7 +34,7 @@ def _tree(problem: Problem, cuts: list[Cut]) -> tuple[Model, Tree] | None:
         return paths.add_broken(columns) + budgets.add_broken(columns)
 
     branching = Branching(problem, cuts, model)
-    tree = Tree(model, branching, relaxation, add_broken, PseudoCosts(), lambda turns: relaxation.solve(turns=turns))
+    tree = Tree(model, branching, relaxation, add_broken, lambda turns: relaxation.solve(turns=turns))
     assert tree.open_nodes([{}], math.inf)
     return model, tree
 

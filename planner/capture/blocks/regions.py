@@ -45,7 +45,7 @@ from planner.capture.trees import leaves_of, mapped, tensors_in
 from planner.common.options import HELD
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
-from planner.ir.layers import find_blocks
+from planner.ir.layers import find_blocks, is_within
 from planner.ir.static_memory import LossMemory
 
 AS_BLOCK: dict[str, Any] = {"choose_outputs": differentiable_outputs, "branches": False}
@@ -217,17 +217,28 @@ class Step:
 
     def capture_blocks(self, lower: Lower, compiler: Compiler = aot_backend) -> tuple[dict[str, Block], dict[str, str]]:
         """Capture every block that can be captured; return the reasons for the others, by their paths."""
+        return self._capture(self._seen(self.find_blocks()), lower, compiler)
+
+    def _capture(
+        self, seen: Mapping[str, Sequence[SeenCall]], lower: Lower, compiler: Compiler = aot_backend
+    ) -> tuple[dict[str, Block], dict[str, str]]:
+        """Capture modules in their order, but for what is inside one that was."""
         blocks: dict[str, Block] = {}
         left: dict[str, str] = {}
         captures = Captures(elsewhere=self.elsewhere, compiler=compiler, **AS_BLOCK)
-        for path, calls in self._seen(self.find_blocks()).items():
+        for path, calls in seen.items():
+            if any(is_within(path, outer) for outer in blocks):
+                continue
             try:
-                blocks[path] = self._captured(path, _only(calls), captures, lower)
+                blocks[path] = self._captured(path, calls, captures, lower)
             except CaptureError as error:
                 left[path] = str(error)
         return blocks, left
 
-    def _captured(self, path: str, call: SeenCall, captures: Captures, lower: Lower) -> Block:
+    def _captured(self, path: str, calls: Sequence[SeenCall], captures: Captures, lower: Lower) -> Block:
+        if len(calls) > 1:
+            raise UnsupportedModelError(f"it is called {len(calls)} times in a step")
+        call = calls[0]
         if call.has_settings:
             raise UnsupportedModelError("it is called under settings of its own (autocast, no_grad)")
         own = self.state_of(path)
@@ -259,22 +270,7 @@ class Step:
 
         Modules of torch's own that have no parts are left out: there is nothing inside them to choose from.
         """
-        parts: dict[str, Block] = {}
-        left: dict[str, str] = {}
-        captures = Captures(elsewhere=self.elsewhere, **AS_BLOCK)
-
-        def descend(path: str, module: nn.Module) -> None:
-            if path in seen and not _is_single(module):
-                try:
-                    parts[path] = self._captured(path, _only(seen[path]), captures, lower)
-                    return
-                except CaptureError as error:
-                    left[path] = str(error)
-            for name, child in module.named_children():
-                descend(f"{path}.{name}".lstrip("."), child)
-
-        descend("", self.model)
-        return parts, left
+        return self._capture({path: calls for path, calls in seen.items() if not _is_single(calls[0].module)}, lower)
 
     def trace(
         self,
@@ -444,12 +440,6 @@ def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[f
     """Return the placeholders of a block's graph that are not the block's own parameters and buffers."""
     known = {id(tensor) for tensor in own}
     return [node for node, tensor in zip(joint.placeholders, joint.inputs, strict=True) if id(tensor) not in known]
-
-
-def _only(calls: Sequence[SeenCall]) -> SeenCall:
-    if len(calls) > 1:
-        raise UnsupportedModelError(f"it is called {len(calls)} times in a step")
-    return calls[0]
 
 
 def _is_single(module: nn.Module) -> bool:

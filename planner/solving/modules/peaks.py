@@ -25,24 +25,15 @@ class Need:
     """The moment exists only if this region is chosen."""
 
 
-def _released(step: int) -> int:
-    return 3 * step
+Moment = tuple[int, int]
+"""An operation of the base order, and what happens before its first run, or that itself."""
 
-
-def _rerun(step: int) -> int:
-    return 3 * step + 1
-
-
-def _first_run(step: int) -> int:
-    return 3 * step + 2
+_RELEASED, _RERUN, _FIRST_RUN = range(3)
+"""Inputs of checkpoints are let go, and then regions are run again, and then the operation is run."""
 
 
 class Needs:
-    """Expresses the live bytes at a moment of the step as a function of the choice of regions.
-
-    Moments are numbered: before an operation of the base order has its first run, inputs of checkpoints
-    are let go, and then regions are run again.
-    """
+    """Expresses the live bytes at a moment of the step as a function of the choice of regions."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], regions: Sequence[Region]) -> None:
         self.graph = graph
@@ -50,7 +41,7 @@ class Needs:
         self.regions = regions
         self._makers: list[list[int]] = [[] for _ in graph.values]
         """For each value, the regions that make it again."""
-        self._holders: list[list[tuple[int, int]]] = [[] for _ in graph.values]
+        self._holders: list[list[tuple[int, Moment]]] = [[] for _ in graph.values]
         """For each value, the regions that need it from outside, and until when."""
         self._own: list[set[int]] = []
         """For each region, the values that it makes again."""
@@ -63,10 +54,10 @@ class Needs:
                 self._makers[value].append(number)
             outside = {v for index in region.recompute for v in graph.operations[index].inputs} - made
             for value in outside:
-                self._holders[value].append((number, _rerun(region.recompute_before)))
+                self._holders[value].append((number, (region.recompute_before, _RERUN)))
             held = set(graph.operations[region.hold].inputs) if region.hold is not None else set[int]()
             for value in held:
-                self._holders[value].append((number, _released(region.release_at)))
+                self._holders[value].append((number, (region.release_at, _RELEASED)))
             self._passing.append(
                 {
                     value
@@ -77,7 +68,7 @@ class Needs:
 
     def at(self, step: int) -> Need:
         """Return the bytes live during the first run of an operation."""
-        return self._need(_first_run(step), self.costs[step].workspace_bytes, None)
+        return self._need((step, _FIRST_RUN), self.costs[step].workspace_bytes, None)
 
     def within(self, number: int) -> Need:
         """Return the peak bytes while a region is recomputed.
@@ -101,27 +92,26 @@ class Needs:
                 freed[at] += graph.values[value].size_bytes
             peak = max(peak, live + self.costs[index].workspace_bytes)
             live -= freed[position]
-        return self._need(_rerun(region.recompute_before), peak, number)
+        return self._need((region.recompute_before, _RERUN), peak, number)
 
-    def _need(self, moment: int, fixed_bytes: int, when: int | None) -> Need:
+    def _need(self, moment: Moment, fixed_bytes: int, when: int | None) -> Need:
         graph, regions = self.graph, self.regions
         own = self._own[when] | self._passing[when] if when is not None else set[int]()
         groups: dict[Group, int] = {}
         for value, maker in enumerate(graph.producer):
             size_bytes = graph.values[value].size_bytes
-            if _first_run(maker) > moment or not size_bytes:
+            if (maker, _FIRST_RUN) > moment or not size_bytes:
                 continue
-            if graph.values[value].retained or _first_run(maker) == moment:
+            if graph.values[value].retained or (maker, _FIRST_RUN) == moment:
                 fixed_bytes += size_bytes
                 continue
             if value in own:
                 continue
-            reader = next((r for r in graph.readers[value] if _first_run(r) >= moment), None)
+            reader = next((r for r in graph.readers[value] if (r, _FIRST_RUN) >= moment), None)
             freed_by = held_by = frozenset[int]()
             if reader is not None:
-                freed_by = frozenset(
-                    r for r in self._makers[value] if moment < _rerun(regions[r].recompute_before) <= _first_run(reader)
-                )
+                again = ((r, (regions[r].recompute_before, _RERUN)) for r in self._makers[value])
+                freed_by = frozenset(r for r, at in again if moment < at <= (reader, _FIRST_RUN))
                 if not freed_by:
                     fixed_bytes += size_bytes
                     continue
@@ -133,7 +123,7 @@ class Needs:
             if region.hold is None:
                 continue
             state_bytes = graph.operations[region.hold].state_bytes
-            if state_bytes and _first_run(region.hold) <= moment <= _released(region.release_at):
+            if state_bytes and (region.hold, _FIRST_RUN) <= moment <= (region.release_at, _RELEASED):
                 group = (None, frozenset([number]))
                 groups[group] = groups.get(group, 0) + state_bytes
         return Need(fixed_bytes, groups, when)
