@@ -7,7 +7,7 @@ from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
-OFFLOAD = ("graph", "regional", "parts")
+OFFLOAD = ("graph", "inductor", "regional", "inductor_blocks", "parts")
 """Runtimes whose graphs copy values to the host and back where the plan says."""
 
 _DOES_NOT_OFFLOAD = (

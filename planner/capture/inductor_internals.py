@@ -36,6 +36,9 @@ class Draft:
     inputs: list[Any]
 
 
+HOST_COPIES = "planner"
+"""The namespace of operators that move values to the host and back."""
+
 _SETTINGS = {
     "fallback_random": True,
     "fx_graph_cache": False,
@@ -189,6 +192,7 @@ def _compile_with_inductor(
     what else stands against it. What would be computed later than planned, and holds more until then, stays where it is
     (:mod:`planner.capture.inductor_order_internals`).
     """
+    from torch._inductor import config
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -237,15 +241,17 @@ def _compile_with_inductor(
         if node.get_read_write_buffers_sizes() >= _WORTH_A_CALL_BYTES:
             scheduling._set_flush_status(True)
 
-    def with_our_fusions(*arguments: Any, **options: Any) -> Any:
+    def with_our_fusions(graph_module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
         with (
+            # It would move copies to and from the host, of which it knows nothing.
+            config.patch(reorder_for_peak_memory=not _moves_values(graph_module.graph)),
             patch.object(Scheduler, "can_fuse", in_order),
             patch.object(post_grad, "should_prefer_unfused_addmm", apart),
             patch.object(GraphLowering, "run_node", placed),
             patch.object(StorageBox, "should_realize_on_reuse", stored_for_readers),
             patch.object(CppScheduling, "codegen_node", written),
         ):
-            return compile_one(compile_fx_inner, *arguments, **options)
+            return compile_one(compile_fx_inner, graph_module, *arguments, **options)
 
     settings = {**_SETTINGS, **more, "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
@@ -284,6 +290,10 @@ def _keeps_the_order(lowering: Any, scheduler: Any, first: Any, second: Any) -> 
     sizes = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in kept]
     read = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in made]
     return bool(_SMALL * sum(sizes) <= sum(read))
+
+
+def _moves_values(graph: fx.Graph) -> bool:
+    return any(getattr(node.target, "namespace", "") == HOST_COPIES for node in graph.nodes)
 
 
 def _placement_in(lowering: Any) -> Placement:

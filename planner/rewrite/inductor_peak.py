@@ -29,6 +29,7 @@ from planner.capture.trees import tensors_in
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.ir.graph import FOUND_TARGET, LOSS_TARGET, RETURNED_TARGET, Operation, OperationCost, Phase, Value
 from planner.measure.workspace import TrialLimits, of_calls
+from planner.rewrite.host_copies import OPERATORS, offload
 
 CODE_TARGET = "compiled code"
 
@@ -75,6 +76,8 @@ class _Calls(PeakRecorder):
         if function is run_with_rng_state:
             _now = self._random_state()  # put back afterwards
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
+        if function is OPERATORS[offload]:
+            return function(*args)  # its place is on the host, and does not count
         result = super().__torch_dispatch__(function, types, args, kwargs)
         is_torchs = isinstance(function, OpOverload)
         if is_torchs and function.is_view:
@@ -96,7 +99,11 @@ class _Calls(PeakRecorder):
         return super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
 
 
-_ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}
+_ONLY_ALLOCATE = {
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.empty,
+    *(operator.overloadpacket for operator in OPERATORS.values()),
+}
 
 
 def _kinds(function: OpOverload, arguments: Any) -> tuple[Any, ...]:
