@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.inductor_order_internals import Placement, must_stay_apart
+from planner.capture.inductor_order_internals import Placement, moves_values, must_stay_apart
 from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction, outside_tracing
 from planner.common.registry import did_you_mean
 from planner.errors import RuntimeUnsupportedError, UsageError
@@ -35,9 +35,6 @@ class Draft:
     """That code, loaded: it takes a list of tensors, which it empties, and gives the outputs."""
     inputs: list[Any]
 
-
-HOST_COPIES = "planner"
-"""The namespace of operators that move values to the host and back."""
 
 _SETTINGS = {
     "fallback_random": True,
@@ -244,7 +241,7 @@ def _compile_with_inductor(
     def with_our_fusions(graph_module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
         with (
             # It would move copies to and from the host, of which it knows nothing.
-            config.patch(reorder_for_peak_memory=not _moves_values(graph_module.graph)),
+            config.patch(reorder_for_peak_memory=not any(map(moves_values, graph_module.graph.nodes))),
             patch.object(Scheduler, "can_fuse", in_order),
             patch.object(post_grad, "should_prefer_unfused_addmm", apart),
             patch.object(GraphLowering, "run_node", placed),
@@ -290,10 +287,6 @@ def _keeps_the_order(lowering: Any, scheduler: Any, first: Any, second: Any) -> 
     sizes = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in kept]
     read = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in made]
     return bool(_SMALL * sum(sizes) <= sum(read))
-
-
-def _moves_values(graph: fx.Graph) -> bool:
-    return any(getattr(node.target, "namespace", "") == HOST_COPIES for node in graph.nodes)
 
 
 def _placement_in(lowering: Any) -> Placement:

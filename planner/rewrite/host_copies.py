@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.inductor_internals import HOST_COPIES
+from planner.capture.inductor_order_internals import HOST_COPIES
 from planner.common.units import format_bytes
 from planner.errors import RuntimeUnsupportedError
 

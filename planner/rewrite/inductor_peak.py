@@ -29,7 +29,7 @@ from planner.capture.trees import tensors_in
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.ir.graph import FOUND_TARGET, LOSS_TARGET, RETURNED_TARGET, Operation, OperationCost, Phase, Value
 from planner.measure.workspace import TrialLimits, of_calls
-from planner.rewrite.host_copies import OPERATORS, offload
+from planner.rewrite.host_copies import OPERATORS, offload, wait_offload
 
 CODE_TARGET = "compiled code"
 
@@ -69,6 +69,8 @@ class _Calls(PeakRecorder):
         self.events: list[tuple[str, int]] = []
         self._device = tensors_in(resident)[0].device
         self._nodes, self._tried, self._most = nodes, tried, most
+        self._moving: dict[int, torch.Tensor] = {}
+        """By their places, tensors that are being sent: the copy holds them until it is waited for."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is run_and_save_rng_state:
@@ -77,7 +79,11 @@ class _Calls(PeakRecorder):
             _now = self._random_state()  # put back afterwards
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         if function is OPERATORS[offload]:
-            return function(*args)  # its place is on the host, and does not count
+            place = function(*args)  # on the host, where it does not count
+            self._moving[storage_id(place)] = args[0]
+            return place
+        if function is OPERATORS[wait_offload]:
+            self._moving.pop(storage_id(args[0]), None)
         result = super().__torch_dispatch__(function, types, args, kwargs)
         is_torchs = isinstance(function, OpOverload)
         if is_torchs and function.is_view:
