@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import add
+from operator import add, methodcaller
 
 from planner.errors import ScheduleError
 from planner.ir.graph import TrainingGraph, named_by
@@ -88,7 +88,7 @@ class _Blocks:
         offloading = offloading_of(problem, schedule, problem.evaluate(schedule))
         for value in offloading.values if offloading is not None else ():
             path = next(path for path in inside if is_within(named_by(value.operation)[0], path))
-            asked[path].add(value.named(lambda key, path=path: key.removeprefix(path)))
+            asked[path].add(value.named(methodcaller("removeprefix", path)))
         families = [tuple(graph.operations[i].key.removeprefix(path) for i in own) for path, own in inside.items()]
         kinds = [frozenset(one) for one in asked.values()]
         return cls(graph, offloading, list(inside), list(inside.values()), families, kinds, others)

@@ -28,7 +28,7 @@ from planner.errors import RuntimeUnsupportedError
 
 
 def offload(tensor: torch.Tensor, size_bytes: int | None = None) -> torch.Tensor:
-    """Begin to copy a tensor's storage to the host, or so many bytes from its first on; give the place where they go."""
+    """Begin to copy a tensor's storage, or so many bytes from its first on, to the host; give the place for it."""
     is_beside = _copies_beside(tensor.device)
     # All of its storage, whatever of it the tensor shows.
     of = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -74,7 +74,7 @@ def keep(place: torch.Tensor) -> None:
     """Hold a place to the end of a forward: the next step then finds memory for each, and pins none."""
 
 
-_LIBRARY = torch.library.Library(HOST_COPIES, "DEF")
+_LIBRARY: Any = torch.library.Library(HOST_COPIES, "DEF")  # type: ignore[no-untyped-call]
 
 
 def _operator(schema: str, run: Any, fake: Any = lambda *_: None) -> Any:
