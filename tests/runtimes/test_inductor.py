@@ -124,12 +124,7 @@ def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_it
     search, budget_bytes = CodeSearch[None](), 1000
     while True:
         limit_bytes = budget_bytes if search.limit_bytes is None else search.limit_bytes
-        plan = SimpleNamespace(
-            peak_bytes=limit_bytes,
-            recompute_seconds=2000 - limit_bytes,
-            recomputations={"a": "b"},
-            budget_bytes=budget_bytes,
-        )
+        plan = SimpleNamespace(peak_bytes=limit_bytes, added_seconds=2000 - limit_bytes, budget_bytes=budget_bytes)
         code_bytes = int(700 + slope * (limit_bytes - 1000))
         if search.is_enough(Attempt(SimpleNamespace(plan=plan), None, code_bytes)):
             break
