@@ -239,9 +239,10 @@ def _compile_with_inductor(
             scheduling._set_flush_status(True)
 
     def with_our_fusions(graph_module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+        # Inductor knows nothing of copies to and from the host, and would move them.
+        reorders = config.reorder_for_peak_memory and not any(map(moves_values, graph_module.graph.nodes))
         with (
-            # It would move copies to and from the host, of which it knows nothing.
-            config.patch(reorder_for_peak_memory=not any(map(moves_values, graph_module.graph.nodes))),
+            config.patch(reorder_for_peak_memory=reorders),
             patch.object(Scheduler, "can_fuse", in_order),
             patch.object(post_grad, "should_prefer_unfused_addmm", apart),
             patch.object(GraphLowering, "run_node", placed),
