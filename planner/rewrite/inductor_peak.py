@@ -69,7 +69,7 @@ class _Calls(PeakRecorder):
         self.events: list[tuple[str, int]] = []
         self._device = tensors_in(resident)[0].device
         self._nodes, self._tried, self._most = nodes, tried, most
-        self._moving: dict[int, torch.Tensor] = {}
+        self.moving: dict[int, torch.Tensor] = {}
         """By their places, tensors that are being sent: the copy holds them until it is waited for."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,10 +80,10 @@ class _Calls(PeakRecorder):
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         if function is OPERATORS[offload]:
             place = function(*args)  # on the host, where it does not count
-            self._moving[storage_id(place)] = args[0]
+            self.moving[storage_id(place)] = args[0]
             return place
         if function is OPERATORS[wait_offload]:
-            self._moving.pop(storage_id(args[0]), None)
+            self.moving.pop(storage_id(args[0]), None)
         result = super().__torch_dispatch__(function, types, args, kwargs)
         is_torchs = isinstance(function, OpOverload)
         if is_torchs and function.is_view:
@@ -195,6 +195,7 @@ class _Followed:
             tangents = list(map(_like, backward.inputs[len(saved) :]))
         known |= self._known(joint.tangents, tangents)
         other = _Half(Phase.BACKWARD, self._recorder(mode, [forward.inputs, saved, tangents]), {})
+        other.recorder.moving = half.recorder.moving
         self._watch(other, [saved, tangents], known)
         handed = [*saved, *tangents]
         del arguments, made, saved, tangents
