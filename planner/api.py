@@ -402,7 +402,7 @@ def backend(
     budget : int or str
         What the whole device may hold at any moment: bytes or ``"8GiB"``.
     offload : bool or Offload
-        See :func:`plan`; for the runtime ``"graph"``, and what each graph may take of the host's memory.
+        See :func:`plan`; a host budget is what each graph may take of the host's memory.
     runtime : str or Runtime
         ``"inductor"``: Inductor writes the code and gets ``mode`` and ``options`` of ``torch.compile``. Code without
         gradients is compiled as if there were no plan. ``"graph"``: eager kernels, with eager's bits.

@@ -7,13 +7,10 @@ from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 
-OFFLOAD = ("graph", "regional", "parts")
+OFFLOAD = ("graph", "inductor", "regional", "inductor_blocks", "parts")
 """Runtimes whose graphs copy values to the host and back where the plan says."""
 
-_DOES_NOT_OFFLOAD = (
-    "the runtime {!r} does not offload: use 'graph', 'regional' or 'parts', or wrap the call in "
-    "torch.autograd.graph.save_on_cpu"
-)
+_DOES_NOT_OFFLOAD = "the runtime {!r} does not offload: use another, or save_on_cpu of torch.autograd.graph"
 
 
 def check_offload(runtime: str, asked: Offload) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.inductor_order_internals import Placement, must_stay_apart
+from planner.capture.inductor_order_internals import Placement, moves_values, must_stay_apart
 from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction, outside_tracing
 from planner.common.registry import did_you_mean
 from planner.errors import RuntimeUnsupportedError, UsageError
@@ -189,6 +189,7 @@ def _compile_with_inductor(
     what else stands against it. What would be computed later than planned, and holds more until then, stays where it is
     (:mod:`planner.capture.inductor_order_internals`).
     """
+    from torch._inductor import config
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -237,15 +238,18 @@ def _compile_with_inductor(
         if node.get_read_write_buffers_sizes() >= _WORTH_A_CALL_BYTES:
             scheduling._set_flush_status(True)
 
-    def with_our_fusions(*arguments: Any, **options: Any) -> Any:
+    def with_our_fusions(graph_module: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+        # Inductor knows nothing of copies to and from the host, and would move them.
+        reorders = config.reorder_for_peak_memory and not any(map(moves_values, graph_module.graph.nodes))
         with (
+            config.patch(reorder_for_peak_memory=reorders),
             patch.object(Scheduler, "can_fuse", in_order),
             patch.object(post_grad, "should_prefer_unfused_addmm", apart),
             patch.object(GraphLowering, "run_node", placed),
             patch.object(StorageBox, "should_realize_on_reuse", stored_for_readers),
             patch.object(CppScheduling, "codegen_node", written),
         ):
-            return compile_one(compile_fx_inner, *arguments, **options)
+            return compile_one(compile_fx_inner, graph_module, *arguments, **options)
 
     settings = {**_SETTINGS, **more, "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.

@@ -26,6 +26,9 @@ _PLACES_AND_CONSTANTS = {
 }  # fmt: skip
 """What torch tags neither as elementwise nor as a reduction, and Inductor writes as it does those."""
 
+HOST_COPIES = "planner"
+"""The namespace of operators that move values to the host and back."""
+
 _LITTLE = 8
 """What a node is made of is little if the node is so many times as large."""
 
@@ -42,6 +45,11 @@ def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
         return False
     is_written = target in lowering.lowerings and target not in lowering.fallbacks
     return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
+
+
+def moves_values(node: fx.Node) -> bool:
+    """Whether a node begins a copy to the host or back, or waits for one."""
+    return getattr(node.target, "namespace", "") == HOST_COPIES
 
 
 def must_stay_apart(product: fx.Node, total: fx.Node) -> bool:
@@ -82,7 +90,8 @@ class Placement:
                     self._readers[_owner(source)].append(node)
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.stored: set[fx.Node] = set()
-        """What they are made of would be in memory till the last of their readers, and is more."""
+        """What they are made of would be in memory till the last of their readers, and is more; or they are offloaded,
+        and each copy to the host would be of a copy."""
         self.inlined: set[fx.Node] = set()
         """They are made of little: each reader computes them itself."""
         for node in nodes:
@@ -99,6 +108,8 @@ class Placement:
         readers = self._readers[node]
         own = frozenset([node])
         self._sources[node] = own
+        if any(map(moves_values, readers)):
+            self.stored.add(node)
         if (
             not is_in_a_kernel_of_inductors(node)
             or torch.Tag.reduction in getattr(node.target, "tags", ())

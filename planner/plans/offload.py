@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from planner.errors import PlanMismatchError
@@ -36,6 +36,11 @@ class OffloadedValue:
     size_bytes: int
     leaves: Place
     returns: tuple[Place, ...]
+
+    def named(self, name: Callable[[str], str]) -> OffloadedValue:
+        """Return the value with other names of operations."""
+        leaves, *returns = (replace(at, before=name(at.before)) for at in (self.leaves, *self.returns))
+        return replace(self, operation=name(self.operation), leaves=leaves, returns=tuple(returns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

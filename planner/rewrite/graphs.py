@@ -12,6 +12,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ def extract_fwd_bwd(
     backward.run(range(boundary + 1, len(schedule.order)), skipped)
     backward_results = backward.resolve_gradients(lowered.joint.outputs[1])
 
-    if back := [place for value, place in forward.places.items() if value not in backward.taken_places]:
-        forward.graph.call_function(host_copies.keep, tuple(back))
+    for value, place in forward.places.items():
+        if value not in backward.taken_places:
+            forward.copy(host_copies.keep, place)
     results = [forward.resolve_output(node) for node in forward_outputs]
     tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
     numbers = [node for node in backward.taken if is_symbolic(node.meta["val"])]
@@ -191,22 +193,35 @@ class _Emitter:
             sent = [value for value in made if value in self._offloaded and index not in self.already_run]
             self._run(index)
             for value in sent:
-                tensor = self.current[self.lowered.value_nodes[value]]
-                self.places[value] = self._call(self._meta_of_place(value), host_copies.offload, tensor)
+                node = self.lowered.value_nodes[value]
+                self.places[value] = self.copy(host_copies.offload, self.current[node], meta=self._meta_of_place(value))
 
     def move(self, position: int) -> None:
         """Let offloaded values leave and return that do so right before a run."""
         for value in self._leaving.pop(position, ()):
             node = self.lowered.value_nodes[value]
-            sent = (self._place(value), self.resolve(node))
-            self.places[value] = self._call(self._meta_of_place(value), host_copies.wait_offload, *sent)
+            self.copy(host_copies.wait_offload, self._place(value), self.resolve(node))
             self.current.pop(node)
             self._forget_views(value)
         for value in self._returning.get(position, ()):
             node = self.lowered.value_nodes[value]
             self._forget_views(value)
-            self.current[node] = self._call(node.meta, host_copies.reload, self._place(value))
+            self.current[node] = self.copy(host_copies.reload, self._place(value), meta=node.meta)
             self.arriving.add(value)
+
+    def copy(self, function: Any, *tensors: fx.Node, meta: Mapping[str, Any] = MappingProxyType({})) -> fx.Node:
+        """Emit a call of a function of host copies; where Inductor compiles it, of its operator."""
+        if not self.lowered.is_compiled:
+            return self._call(meta, function, *tensors)
+        more: tuple[Any, ...] = ()
+        if function is host_copies.offload:
+            more = (meta["val"].numel(),)
+        elif function is host_copies.reload:
+            more = (meta["val"].size(), meta["val"].stride(), meta["val"].dtype, meta["val"].device)
+        node = self._call(meta, host_copies.OPERATORS[function], *tensors, *more)
+        # By these Inductor keeps what is given in the layout of eager.
+        node.meta["eager_input_vals"] = ((*(tensor.meta["val"] for tensor in tensors), *more), {})
+        return node
 
     def _place(self, value: int) -> fx.Node:
         """Return the place of an offloaded value; in the backward it is one of the inputs."""
@@ -218,9 +233,10 @@ class _Emitter:
     def _meta_of_place(self, value: int) -> dict[str, Any]:
         val = self.lowered.value_nodes[value].meta["val"]
         with val.fake_mode:
-            return {"val": torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8), ON_HOST: True}
+            of = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype) if self.lowered.is_compiled else val
+            return {"val": torch.empty(of.untyped_storage().nbytes(), dtype=torch.uint8), ON_HOST: True}
 
-    def _call(self, meta: dict[str, Any], function: Any, *arguments: Any) -> fx.Node:
+    def _call(self, meta: Mapping[str, Any], function: Any, *arguments: Any) -> fx.Node:
         node = self.graph.call_function(function, arguments)
         node.meta = dict(meta)
         return node
@@ -299,9 +315,9 @@ class _Emitter:
         if node is None:
             return  # autograd runs it, not the graph
         for value in self.arriving.intersection(self.lowered.graph.operations[index].inputs):
-            sent = self.lowered.value_nodes[value]
             self.arriving.remove(value)
-            self.current[sent] = self._call(sent.meta, host_copies.wait_reload, self.resolve(sent), self._place(value))
+            fetched = self.resolve(self.lowered.value_nodes[value])
+            self.copy(host_copies.wait_reload, fetched, self._place(value))
         again = index in self.already_run
         self.already_run.add(index)
         if again and is_batch_norm(node):

@@ -5,6 +5,9 @@ autograd saves like any other. On CUDA a place is pinned, and copies run on two 
 one each way; computing waits for them only where the graph says so. On a CPU there is no second
 memory: places are then ordinary memory that torch's allocator does not hand out, so that what is
 measured on the device is what a device would hold, and copies are done at once.
+
+Graphs that Inductor compiles call the same functions as operators. There a tensor's memory may be a part of another's,
+so its own part alone is sent; what Inductor is to keep in order is said to be written to.
 """
 
 from __future__ import annotations
@@ -19,18 +22,22 @@ from typing import Any
 
 import torch
 
+from planner.capture.inductor_order_internals import HOST_COPIES
 from planner.common.units import format_bytes
 from planner.errors import RuntimeUnsupportedError
 
 
-def offload(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor's storage to the host; give the place where it goes."""
+def offload(tensor: torch.Tensor, size_bytes: int | None = None) -> torch.Tensor:
+    """Begin to copy a tensor's storage, or so many bytes from its first on, to the host; give the place for it."""
     is_beside = _copies_beside(tensor.device)
     # All of its storage, whatever of it the tensor shows.
     of = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    offset = tensor.storage_offset()
+    if size_bytes is not None:
+        of, offset = of.narrow(0, offset * tensor.itemsize, size_bytes), 0
     place = POOL.take(of.numel(), pinned=is_beside)
     record = POOL.record(place)
-    record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    record.layout = (tensor.size(), tensor.stride(), offset, tensor.dtype)
     record.device = tensor.device
     if is_beside:
         record.copy(place, of, _streams(tensor.device)[0])
@@ -40,10 +47,9 @@ def offload(tensor: torch.Tensor) -> torch.Tensor:
     return place
 
 
-def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> None:
     """Make the compute stream wait until a tensor is sent; its memory may then be reused."""
     POOL.record(place).wait()
-    return place
 
 
 def reload(place: torch.Tensor) -> torch.Tensor:
@@ -59,14 +65,41 @@ def reload(place: torch.Tensor) -> torch.Tensor:
     return there.view(dtype).as_strided(size, stride, offset)
 
 
-def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> None:
     """Make the compute stream wait until a tensor is fetched."""
     POOL.record(place).wait()
-    return tensor
 
 
-def keep(*places: torch.Tensor) -> None:
-    """Hold places to the end of a forward: the next step then finds memory for each, and pins none."""
+def keep(place: torch.Tensor) -> None:
+    """Hold a place to the end of a forward: the next step then finds memory for each, and pins none."""
+
+
+_LIBRARY: Any = torch.library.Library(HOST_COPIES, "DEF")  # type: ignore[no-untyped-call]
+
+
+def _operator(schema: str, run: Any, fake: Any = lambda *_: None) -> Any:
+    name = _LIBRARY.define(schema, tags=torch.Tag.needs_exact_strides)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{HOST_COPIES}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, HOST_COPIES), name).default
+
+
+OPERATORS = {
+    offload: _operator(
+        "offload(Tensor tensor, int size_bytes) -> Tensor",
+        offload,
+        lambda _, size_bytes: torch.empty(size_bytes, dtype=torch.uint8),
+    ),
+    wait_offload: _operator("wait_offload(Tensor(a!) place, Tensor tensor) -> ()", wait_offload),
+    reload: _operator(
+        "reload(Tensor place, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
+        lambda place, *_: reload(place),
+        lambda _, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
+    ),
+    wait_reload: _operator("wait_reload(Tensor(a!) tensor, Tensor place) -> ()", wait_reload),
+    keep: _operator("keep(Tensor(a!) place) -> ()", keep),
+}
+"""What compiled code calls in place of each function."""
 
 
 def _copies_beside(device: torch.device) -> bool:

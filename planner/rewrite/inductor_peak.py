@@ -29,6 +29,7 @@ from planner.capture.trees import tensors_in
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.ir.graph import FOUND_TARGET, LOSS_TARGET, RETURNED_TARGET, Operation, OperationCost, Phase, Value
 from planner.measure.workspace import TrialLimits, of_calls
+from planner.rewrite.host_copies import OPERATORS, offload, wait_offload
 
 CODE_TARGET = "compiled code"
 
@@ -68,6 +69,8 @@ class _Calls(PeakRecorder):
         self.events: list[tuple[str, int]] = []
         self._device = tensors_in(resident)[0].device
         self._nodes, self._tried, self._most = nodes, tried, most
+        self.moving: dict[int, torch.Tensor] = {}
+        """By their places, tensors that are being sent: the copy holds them until it is waited for."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is run_and_save_rng_state:
@@ -75,6 +78,12 @@ class _Calls(PeakRecorder):
         if function is run_with_rng_state:
             _now = self._random_state()  # put back afterwards
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
+        if function is OPERATORS[offload]:
+            place = function(*args)  # on the host, where it does not count
+            self.moving[storage_id(place)] = args[0]
+            return place
+        if function is OPERATORS[wait_offload]:
+            self.moving.pop(storage_id(args[0]), None)
         result = super().__torch_dispatch__(function, types, args, kwargs)
         is_torchs = isinstance(function, OpOverload)
         if is_torchs and function.is_view:
@@ -96,7 +105,11 @@ class _Calls(PeakRecorder):
         return super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
 
 
-_ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}
+_ONLY_ALLOCATE = {
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.empty,
+    *(operator.overloadpacket for operator in OPERATORS.values()),
+}
 
 
 def _kinds(function: OpOverload, arguments: Any) -> tuple[Any, ...]:
@@ -182,6 +195,7 @@ class _Followed:
             tangents = list(map(_like, backward.inputs[len(saved) :]))
         known |= self._known(joint.tangents, tangents)
         other = _Half(Phase.BACKWARD, self._recorder(mode, [forward.inputs, saved, tangents]), {})
+        other.recorder.moving = half.recorder.moving
         self._watch(other, [saved, tangents], known)
         handed = [*saved, *tangents]
         del arguments, made, saved, tangents

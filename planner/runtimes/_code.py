@@ -1,8 +1,8 @@
 """Search for a plan whose compiled code keeps the budget: Inductor's code has another peak than its graph.
 
 The graph is planned for a limit, and Inductor drafts its code. If the code's peak exceeds the budget, the limit is
-lowered; if it leaves much of the budget unused, the limit is raised. Of the plans that fit, the one with the least
-recompute is taken.
+lowered; if it leaves much of the budget unused, the limit is raised. Of the plans that fit, the one that adds least to
+the step is taken.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from planner.common.options import Budget, Search
+from planner.common.options import Budget
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings.finding import Finding, Severity
 from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.plans.allocator import reserve_warnings, reserved_by_cuda, whole_peak_bytes
@@ -73,7 +74,7 @@ class CodeSearch(Generic[CodeT]):
         self.limit_bytes: int | None = None
         """Limit of the graph's peak in the next attempt; None for the budget as asked."""
         self.best: Attempt[CodeT] | None = None
-        """The fitting attempt with the least recompute."""
+        """The fitting attempt that adds least to the step."""
         self._tell, self._must_match = tell, must_match
         self._fitting: list[tuple[int, int]] = []
         """Peaks of graph and code, of attempts that fit, sorted."""
@@ -134,7 +135,7 @@ class CodeSearch(Generic[CodeT]):
         tried = self._fitting if fits else self._breaking
         tried.append((plan.peak_bytes, needed_bytes))
         tried.sort()
-        if fits and (self.best is None or plan.recompute_seconds < self.best.step.plan.recompute_seconds):
+        if fits and (self.best is None or plan.added_seconds < self.best.step.plan.added_seconds):
             self.best = made
         if self._must_match and not fits:
             raise PlanMismatchError(
@@ -158,7 +159,7 @@ class CodeSearch(Generic[CodeT]):
             return False
         self._better += 1
         unused_bytes = self._budget_bytes - self.best.needed_bytes
-        is_used = unused_bytes <= UNUSED * self._budget_bytes or not self.best.step.plan.recomputations
+        is_used = unused_bytes <= UNUSED * self._budget_bytes or not self.best.step.plan.added_seconds
         return is_used or self._better > IMPROVEMENTS
 
     def _next_bytes(self) -> int:
@@ -197,18 +198,26 @@ def _given(plan: Callable[..., PlannedStep], options: Options, given: Plan | Non
     return replace(step, plan=replace(step.plan, budget_bytes=budget_bytes))
 
 
-def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:
+def host_of(step: PlannedStep, options: Options) -> Host | None:
+    """Return the host's memory that a step was planned with; None if it cannot offload."""
+    made = step.plan.offloading
+    if made is None:
+        return None
+    return step.study.host_for(replace(options.offload, host_budget=made.host_budget_bytes), options.search)
+
+
+def as_compiled(found: Attempt[Any], options: Options) -> PlannedStep:
     """Return a step whose plan states its code's peak in place of the graph's.
 
-    Baselines that ``search`` asks for are computed within the graph's peak.
+    Baselines that the options ask for are computed within the graph's peak.
     """
     step, plan, holds, around = found.step, found.step.plan, found.holds, found.step.step.static_memory
     assert holds is not None
     peak_bytes = holds.baseline.peak_bytes + plan.total_static_bytes
     reserved = reserved_by_cuda(holds, Schedule.keep_all(holds.graph), around)
-    if search.compare:
-        problem = step.study.posed(Budget(plan.peak_bytes))
-        plan = with_comparison(problem, plan, step.study.static_memory, search)
+    if options.search.compare:
+        problem = step.study.posed(Budget(plan.peak_bytes), host_of(step, options))
+        plan = with_comparison(problem, plan, step.study.static_memory, options.search)
     note = Finding(
         rule="compiled-peak",
         severity=Severity.NOTE,

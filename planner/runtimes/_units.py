@@ -152,7 +152,7 @@ def blocks_of(plan: Plan) -> list[str]:
     return str(plan.fingerprint["blocks"]).split()
 
 
-def decisions_on(plan: Plan, path: str) -> frozenset[tuple[Any, ...]]:
+def decisions_on(plan: Plan, path: str) -> frozenset[Any]:
     """Return a plan's decisions on a block, under names without the block's path."""
 
     def own(key: str) -> str:
@@ -161,11 +161,7 @@ def decisions_on(plan: Plan, path: str) -> frozenset[tuple[Any, ...]]:
     again = (
         tuple(map(own, (key, *keys))) for key, keys in plan.recomputations.items() if is_within(named_by(key)[0], path)
     )
-    moves = (
-        (own(value.operation), value.output, *((own(at.before), at.runs) for at in (value.leaves, *value.returns)))
-        for value in _offloading_of(plan, path)
-    )
-    return frozenset((*again, *moves))
+    return frozenset((*again, *(value.named(own) for value in _offloading_of(plan, path))))
 
 
 def _offloading_of(plan: Plan, path: str) -> tuple[OffloadedValue, ...]:

@@ -139,8 +139,7 @@ class InductorRuntime(GraphRuntime):
             if self.step is None:
                 return drafts  # nothing requires gradients: there is no backward to plan
         found = search.found()
-        options = alone(self.options) if must_match else self.options
-        self.step, self._fits = as_compiled(found, options.search), True
+        self.step, self._fits = as_compiled(found, alone(self.options) if must_match else self.options), True
         self._remember(self.step, self.step.lowered.joint)
         return found.code
 

@@ -24,7 +24,6 @@ from planner.capture.joint_capture import Stopped
 from planner.capture.lowering import LoweredGraph
 from planner.capture.model_facts import is_fake
 from planner.capture.torch_internals import PartitionFunction
-from planner.common.options import Budget
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule
@@ -35,7 +34,7 @@ from planner.plans.from_solution import plan_from_solution
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import with_code
-from planner.runtimes._code import FREE, Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
+from planner.runtimes._code import FREE, Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled, host_of
 from planner.runtimes._units import BLOCK_BYTES, PlannedUnit, Step, bytes_alone, decisions_on, lowering, part_of
 from planner.runtimes.inductor import Compiles, check_can_compile
 from planner.runtimes.regional import Regional
@@ -48,14 +47,16 @@ def _carrying_out(plan: Plan, path: str, lowered: LoweredGraph) -> tuple[fx.Grap
     return extract_fwd_bwd(lowered, kernels.carried_out(part_of(plan, path, kernels.graph)))
 
 
-def _with_few_kinds(step: PlannedStep, budget: Budget) -> PlannedStep:
+def _with_few_kinds(step: PlannedStep, asked: Options) -> PlannedStep:
     """Return a step whose plan has fewer kinds of blocks to compile, if one fits the budget."""
     study, plan = step.study, step.plan
-    problem, schedule = study.posed(budget), plan.schedule_for(study.graph)
+    problem, schedule = study.posed(asked.budget, host_of(step, asked)), plan.schedule_for(study.graph)
     few = with_few_kinds(problem, schedule)
     if few == schedule:
         return step
     solution = Solution.simulated(problem.evaluate(few), few, plan.solver, lower_bound_seconds=plan.lower_bound_seconds)
+    if plan.offloading is not None:
+        solution = replace(solution, alone_seconds=plan.offloading.alone_seconds)
     made = plan_from_solution(problem, solution, origin=study.origin, static_memory=study.static_memory, compare=False)
     return PlannedStep.of(step.step, study, made)
 
@@ -154,7 +155,7 @@ class _InductorBlocks(Compiles, Regional):
 
         def plan(asked: Options, **given: Any) -> PlannedStep:
             planned = plan_lowered(model, step.lowered, asked, study=study, **given)
-            return planned if given.get("must_match") else _with_few_kinds(planned, asked.budget)
+            return planned if given.get("must_match") else _with_few_kinds(planned, asked)
 
         search = CodeSearch[int](options.search.tell, must_match=must_match)
         with suppress(DraftedBeforeError):
@@ -162,7 +163,7 @@ class _InductorBlocks(Compiles, Regional):
             while not is_enough:
                 is_enough = search.is_enough(code.attempt(search.plan(plan, options, reuse)))
         found = search.found()
-        made = as_compiled(found, (alone(options) if must_match else options).search).plan
+        made = as_compiled(found, alone(options) if must_match else options).plan
         return replace(made, fingerprint={**made.fingerprint, BLOCK_BYTES: found.code})
 
 

@@ -17,7 +17,7 @@ from planner.plans.module_choices import modules_of, variants_in
 from tests.models import rows
 from tests.runtimes.test_modules import Stack
 
-DOES_NOT_OFFLOAD = "the runtime 'modules' does not offload: use 'graph', 'regional' or 'parts', or wrap the call"
+DOES_NOT_OFFLOAD = "the runtime 'modules' does not offload: use another, or save_on_cpu"
 
 
 def test_a_curve_of_choices_of_modules() -> None:

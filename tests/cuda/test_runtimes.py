@@ -16,6 +16,7 @@ from benchmarks.blocks import built, counted
 from benchmarks.gpu_cases import Tower
 from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError
+from planner.rewrite import host_copies
 from tests.cuda import gpu
 from tests.models import Convolutions
 from tests.tiers import tiered
@@ -74,25 +75,30 @@ def compiled(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return built(name, layers=2)
 
 
-def train_compiled(runtime: str, name: str) -> None:
+def train_compiled(runtime: str, name: str, offload: bool) -> None:
     """Print what is allocated and reserved for a model, what its plan says of that, and the budget."""
     model, example = compiled(name)
+    # What a fast link takes is offloaded; nothing is where recompute is cheaper.
     options = {"runtime": runtime, "time_limit_seconds": 1, "deterministic": True}
+    options |= {"offload": offload, **({"link": "450GB/s"} if offload else {})}
     try:
         planner.auto_wrap(model, example, **grouped(activation_budget="70%", **options))
     except InfeasibleBudgetError as refusal:
         planner.auto_wrap(model, example, **grouped(budget=refusal.minimum_feasible_peak_bytes, **options))
     seen, plan = counted(model, example), planner.plan_of(model)
-    assert plan.reserved is not None and plan.runtime == runtime and plan.recomputations
+    assert plan.reserved is not None and plan.runtime == runtime
+    assert plan.offloading.values if offload else plan.recomputations
+    assert host_copies.POOL.peak_bytes == (plan.offloading.host_bytes if offload else 0)
     print(json.dumps([seen["allocated"], seen["reserved"], *astuple(plan.reserved), plan.budget_bytes]))
 
 
 @pytest.mark.parametrize("name", tiered(["tower", "convolutions", "minigpt"], quick=["tower"]))
 @pytest.mark.parametrize("runtime", ["inductor", "inductor_blocks"])
-def test_compiled_code_holds_what_is_said_of_it(runtime: str, name: str) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_compiled_code_holds_what_is_said_of_it(runtime: str, name: str, offload: bool) -> None:
     """Its wrapper runs as it is, so that torch's own allocator counts it; what other tests left is not in its way."""
     pytest.importorskip("triton")
-    code = f"from tests.cuda.test_runtimes import train_compiled\ntrain_compiled({runtime!r}, {name!r})"
+    code = f"from tests.cuda.test_runtimes import train_compiled\ntrain_compiled({runtime!r}, {name!r}, {offload})"
     allocated_bytes, reserved_bytes, *said, budget_bytes = json.loads(gpu.run(code).splitlines()[-1])
     assert allocated_bytes <= budget_bytes
     assert allocated_bytes == pytest.approx(said[0], rel=5e-3)

@@ -98,11 +98,10 @@ def test_graphs_share_one_budget_and_say_so(runtime: str) -> None:
     assert "graph 1: " in str(share) and "graph 2: " in str(share)
 
 
-def test_graphs_with_eager_kernels_offload() -> None:
-    share = hold(Broken(dropout=0.2), rows(2048), SHARE["graph"], offload=True)
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_graphs_offload(runtime: str) -> None:
+    share = hold(Broken(dropout=0.2), rows(2048), SHARE[runtime], runtime, offload=True)
     assert all(plan.offloading and plan.offloading.values for plan in share.plans.values())
-    with pytest.raises(UsageError, match="the runtime 'inductor' does not offload"):
-        backend(runtime="inductor", offload=True)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

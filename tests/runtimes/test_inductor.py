@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from planner.common.options import grouped
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.ir.graph import TrainingGraph, Value
 from planner.plans import from_solution
-from planner.runtimes import inductor
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.runtimes import graph, inductor
 from planner.runtimes._code import Attempt, CodeSearch
 from planner.session import step
 from tests.models import Layers, linear
@@ -71,6 +73,20 @@ def test_the_peak_is_that_of_the_code():
     assert proof.agrees, proof.differences
 
 
+def test_copies_to_the_host_stand_where_the_plan_has_them(calls: Any):
+    """What is sent is what leaves, and not a copy of it; among products copies begin and end in the plan's order."""
+    drafted, planned = calls(inductor, "with_code"), calls(graph, "extract_fwd_bwd")
+    everything = {"offload": True, "offload_at_least": 1, "policy": lambda operation: "offload", "compare": False}
+    planner.plan(Towers(), inputs(), **(ASKED | grouped(activation_budget="90%", runtime="inductor", **everything)))
+    for half, draft in zip(extract_fwd_bwd(*planned[-1]), drafted[-1][2], strict=True):
+        found = re.findall(r"[ =] (?:torch\.ops\.planner|extern_kernels)\.(?:add)?(\w+)", draft.source)
+        named = [node.target._opname for node in half.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        assert [name for name in (n.removeprefix("add") for n in named) if name in ("mm", *torch.ops.planner)] == found
+        assert {"offload", "wait_offload"} <= {*found} or {"reload", "wait_reload"} <= {*found}
+        sent = re.findall(r"planner\.offload\.default\((\w+),", draft.source)
+        assert sorted(sent) == sorted(re.findall(r"wait_offload\.default\(\w+, (\w+)\)", draft.source))
+
+
 def weighed(monkeypatch: pytest.MonkeyPatch, factor: float = 1, more_bytes: int = 0) -> list[int]:
     """Let code hold so many times as much as it does, and more; return a list of the peaks of graphs to come."""
     honest, graphs = Attempt.of, []
@@ -107,12 +123,7 @@ def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_it
     search, budget_bytes = CodeSearch[None](), 1000
     while True:
         limit_bytes = budget_bytes if search.limit_bytes is None else search.limit_bytes
-        plan = SimpleNamespace(
-            peak_bytes=limit_bytes,
-            recompute_seconds=2000 - limit_bytes,
-            recomputations={"a": "b"},
-            budget_bytes=budget_bytes,
-        )
+        plan = SimpleNamespace(peak_bytes=limit_bytes, added_seconds=2000 - limit_bytes, budget_bytes=budget_bytes)
         code_bytes = int(700 + slope * (limit_bytes - 1000))
         if search.is_enough(Attempt(SimpleNamespace(plan=plan), None, code_bytes)):
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,12 @@ from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import by_reads, transformer
-from tests.models import Layers, Stack, perceptron, rows
+from tests.models import SEQUENCES, Layers, Stack, Transformer, images, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan, printed, problem_at, without_recompute
-from tests.runtimes.steps import assert_same, train
+from tests.runtimes.steps import assert_same, beside, hold_peak, train
+from tests.runtimes.steps import step as one_step
 from tests.tiers import tiered
 
 LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
@@ -288,6 +290,37 @@ def test_hooks_do_not_get_what_waits_on_the_host():
     assert planner.plan_of(module).offloading.host_bytes > 0
 
 
+def image_block() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3, bias=False), torch.nn.BatchNorm2d(16), torch.nn.GELU())
+
+
+class Images(Layers, layers=lambda: torch.nn.Sequential(*(image_block() for _ in range(6)))):
+    """Equal blocks of convolutions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is called while it holds")
+@pytest.mark.parametrize("runtime", ["inductor", "inductor_blocks"])
+@pytest.mark.parametrize(("model", "x", "share"), [(Transformer, SEQUENCES, "75%"), (Images, images(8), "90%")])
+def test_compiled_code_offloads(runtime: str, model: Any, x: torch.Tensor, share: str):
+    asked = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 1, "deterministic": True}
+    built = model().double()
+    plan = planner.plan(built, x.double(), **grouped(activation_budget=share, runtime=runtime, **asked))
+    plain, wrapped = beside(built, plan=planner.Plan.from_json(plan.to_json()))
+    for _ in range(2):
+        assert_same(train(plain, x.double()), train(wrapped, x.double()), 1e-6)
+    for _ in range(2):
+        one_step(plain, x.double()), one_step(wrapped, x.double())
+    assert_same(*({name: p.grad for name, p in one.named_parameters()} for one in (plain, wrapped)), 1e-6)
+    with torch.no_grad():
+        assert bool(wrapped(x.double()))
+    hold_peak(wrapped, x.double())
+    assert planner.plan_of(wrapped).offloading.values == plan.offloading.values != ()
+
+
 @pytest.mark.parametrize("refusal", ["system", "driver"])
 def test_no_host_memory_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch, refusal: str):
     def map_nothing(*_: object) -> None:
@@ -302,7 +335,6 @@ def test_no_host_memory_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch, refus
         host_copies.Pool().take(1 << 20, pinned=refusal == "driver")
 
 
-@pytest.mark.parametrize("runtime", ["modules", "inductor", "inductor_blocks"])
-def test_other_runtimes_refuse(runtime: str):
-    with pytest.raises(UsageError, match=f"the runtime '{runtime}' does not offload: use 'graph', 'regional' or 'par"):
-        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime=runtime)
+def test_the_runtime_that_runs_eager_code_refuses():
+    with pytest.raises(UsageError, match="the runtime 'modules' does not offload: use another"):
+        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime="modules")

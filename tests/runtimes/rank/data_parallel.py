@@ -106,10 +106,12 @@ def compiled_blocks(rank: int) -> dict[str, Any]:
 
     In float64: of a norm's mean square, which hardly moves, gradients in float32 are off by a thousandth in eager too.
     """
-    return {way: _compiled_blocks(rank, way) for way in ("ddp", "fsdp2")}
+    offload = {"offload": True, "offload_at_least": 1}
+    found = {way: _compiled_blocks(rank, way) for way in ("ddp", "fsdp2")}
+    return found | {f"{way}, offload": _compiled_blocks(rank, way, **offload) for way in ("ddp", "fsdp2")}
 
 
-def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
+def _compiled_blocks(rank: int, way: str, **more: Any) -> dict[str, Any]:
     plain = common.distributed(make(2).double(), way)
     step(plain, data(rank).double())
     expected = gradients(plain)
@@ -117,7 +119,7 @@ def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
     others, model, x = live(), make(2).double(), data(rank).double()
     for block in model.blocks:
         block.compile()
-    planner.auto_wrap(model, **grouped(**common.QUICK | {"activation_budget": "66%"}))
+    planner.auto_wrap(model, **grouped(**common.QUICK | {"activation_budget": "66%"} | more))
     peak, running = common.peak_of(lambda: common.distributed(model, way), x, others)
     found = gradients(running)
     off = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
