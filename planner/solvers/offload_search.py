@@ -93,14 +93,15 @@ class _OffloadSearch:
         problem, graph = self.problem, self.problem.graph
         if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
             raise _infeasible(self.incumbent, self.host, proven=True)
+        if near:  # before the programmes of the cuts, and with room to hide first: little time may be left
+            for spare_bytes in (self.largest_bytes(near), 0):
+                self.attempt(near, spare_bytes=spare_bytes, share=_FIRST_SHARE)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted(((*self.choose(step), step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values, _ in found]
         everything = first_within(problem, self.movable)
         if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left
             self.attempt(frozenset(), share=_FIRST_SHARE)
-        if near:
-            self.attempt(near, share=_FIRST_SHARE)
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.make_room()
         for share in _LINK_SHARES:
@@ -170,9 +171,12 @@ class _OffloadSearch:
         if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
             self.incumbent.update(schedule, OffloadSearchSolver.name)
 
+    def largest_bytes(self, values: Iterable[int]) -> int:
+        return max((self.problem.graph.values[u].size_bytes for u in values), default=0)
+
     def make_room(self) -> None:
         """Where operations wait for transfers, reserve some budget for values in flight, or price the transfers."""
-        largest = max((self.problem.graph.values[u].size_bytes for u in self.best), default=0)
+        largest = self.largest_bytes(self.best)
         for spare_bytes, price in ((largest, 1e-3), (2 * largest, 1e-3), (4 * largest, 1e-3), (0, 0.3), (0, 1.0)):
             schedule = self.incumbent.schedule
             if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
