@@ -68,7 +68,7 @@ THOROUGH = Trials(least_runs=3, most_runs=15, seconds=0.1, long_seconds=1.0)
 
 QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes_what_is_known=True, little=2e-3)
 """For a plan that the user waits for: of a ResNet-152's 114 different operations 76 take 2.3% of the step together, and
-took a third of the time for measuring."""
+would take a third of the time for measuring."""
 
 _CACHE_BYTES = {"cpu": CACHE_BYTES, "cuda": 256 << 20}
 """What is written between two runs, so that the next finds nothing in a cache, as the first run in a step."""
