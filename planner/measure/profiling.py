@@ -271,7 +271,7 @@ def _time(called: _Call, device: torch.device, trials: Trials, elsewhere: torch.
         needed = trials.least_runs if first.seconds < _LONG_COLD_SECONDS else 1
         cold = _several(call, replace(trials, seconds=0.0, least_runs=needed), evict)
     hot = _several(call, trials, lambda: None)
-    # Of two runs the shorter: where others use the processor, one in thirty takes several times as long.
+    # Of two runs the shorter: where others use the processor, one may take several times as long.
     seconds = median_low(hot)
     cold_seconds = min(max(0.0, median_low(cold) - seconds), reads / _LEAST_BYTES_PER_SECOND) if cold else 0.0
     return Measurement(seconds=seconds, cold_seconds=cold_seconds, runs=len(hot))
