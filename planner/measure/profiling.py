@@ -54,9 +54,9 @@ class Trials:
             return replace(self, least_runs=1, most_runs=3, seconds=0.0)
         return replace(self, least_runs=self.least_runs + 2) if self.little and share > 10 * self.little else self
 
-    def suffices(self, first: Run) -> bool:
-        """Whether an operation is not run again after its first run."""
-        return first.without_faults > max(self.long_seconds, _MOSTLY * first.seconds)
+    def suffices(self, run: Run, times: int = 1) -> bool:
+        """Whether an operation is not run again after a run that took so many times as long as a long one."""
+        return run.without_faults > max(times * self.long_seconds, _MOSTLY * run.seconds)
 
     def are_satisfied_by(self, measured: Measurement) -> bool:
         """Whether these trials would find out no more of an operation than a measurement already says."""
@@ -81,6 +81,10 @@ _LEAST_BYTES_PER_SECOND = 2e9
 
 _LONG_ONES = 3
 """How many long runs' time all runs of an operation may take."""
+
+_SURELY_LONG = 5
+"""How many times as long as a long one a first run of a process is, to be the only one: others had to wait, or libraries
+to write code. A HiFi-GAN whose step takes 50 ms was once predicted at 92."""
 
 _MOSTLY = 0.7
 """Share of a long first run that is not page faults, if it is not run again."""
@@ -142,7 +146,7 @@ def measure(
     def tried(signature: str) -> Measurement | None:
         nonlocal told
         first, now = first_runs.get(signature), time.perf_counter()
-        if now - begun > time_limit_seconds or (first and trials.suffices(first)):
+        if now - begun > time_limit_seconds or (first and trials.suffices(first, _SURELY_LONG)):
             return None if first is None else Measurement(seconds=first.without_faults, runs=0)
         if progress and now - told > _TOLD_EVERY_SECONDS:
             told = now
