@@ -83,8 +83,8 @@ _LONG_ONES = 3
 """How many long runs' time all runs of an operation may take."""
 
 _SURELY_LONG = 5
-"""How many times as long as a long one a first run of a process is, to be the only one: others had to wait, or libraries
-to write code. A HiFi-GAN whose step takes 50 ms was once predicted at 92."""
+"""How many times as long as a long one a process' first run is, to be the only one: shorter ones may have waited for
+another process, or for a library to write code. A HiFi-GAN whose step takes 50 ms was once predicted at 92."""
 
 _MOSTLY = 0.7
 """Share of a long first run that is not page faults, if it is not run again."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -134,6 +134,10 @@ def contexts(module: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any]
     return _Only(kept, keeping), _Again(module, _Only(kept, giving))
 
 
+_name_of = cache(str)
+"""An operator's name, which Python would write anew for each that a module calls."""
+
+
 class _Policy:
     """Counts the calls of each operator, and says which are kept."""
 
@@ -143,10 +147,10 @@ class _Policy:
         """Apart for both runs: up to torch 2.12 the second asks too."""
 
     def __call__(self, context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        called = (context.is_recompute, str(function))
+        called = (context.is_recompute, _name_of(function))
         occurrence = self.called[called]
         self.called[called] += 1
-        kept = occurrence in self.kept[str(function)]
+        kept = occurrence in self.kept[called[1]]
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -163,7 +167,7 @@ class _Only(TorchDispatchMode):
         self.mode = mode
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(function) in self.operators:
+        if _name_of(function) in self.operators:
             return self.mode.__torch_dispatch__(function, types, args, kwargs)
         return function(*args, **(kwargs or {}))
 
