@@ -225,9 +225,9 @@ def _tensors_of(cache: Any) -> Iterator[torch.Tensor]:
 
 
 def _numpy_state() -> list[Any]:
-    """Return numpy's random state as plain numbers, which can be compared; nothing where nobody imported it."""
+    """Return numpy's random state, numbers as bytes, which can be compared; nothing where nobody imported it."""
     state = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) else ()
-    return [part.tolist() if hasattr(part, "tolist") else part for part in state]
+    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
 
 
 def _states_of_torch() -> list[bytes]:
@@ -247,7 +247,9 @@ class HostStates:
         """Restore these states."""
         random.setstate(self.of_python)
         if self.of_numpy:
-            sys.modules["numpy"].random.set_state(tuple(self.of_numpy))
+            numpy = sys.modules["numpy"]
+            own = (numpy.frombuffer(part, numpy.uint32) if isinstance(part, bytes) else part for part in self.of_numpy)
+            numpy.random.set_state(tuple(own))
 
 
 @dataclass

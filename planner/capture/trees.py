@@ -29,7 +29,9 @@ def sparse_in(tree: Any) -> list[torch.Tensor]:
 def leaf_tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree, sparse ones as they are."""
     kind = type(tree)
-    if kind is tuple or kind is list:  # by far the most are: recorders ask at every operator
+    if isinstance(tree, torch.Tensor):  # by far the most are, or are in a tuple: recorders ask at every operator
+        return [tree]
+    if kind is tuple or kind is list:
         return [tensor for part in tree for tensor in leaf_tensors(part)]
     if tree is None or kind in (int, float, bool, str) or (kind is dict and not tree):
         return []

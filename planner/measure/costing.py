@@ -19,6 +19,7 @@ from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
 from planner.findings.finding import Finding, collapsed
 from planner.ir.caches import in_base_order
+from planner.ir.checkpoints import BOOKKEEPING, END
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, runs, workspace
@@ -240,7 +241,10 @@ def eager_costs(
     """Return costs as they are in a step of plain eager that calls so many operators, views among them."""
     if not _is_timed_on_a_cpu(here, costing):
         return costing.costs
-    return in_base_order(graph, _with_host(graph, costing.costs, _EAGER_CALL * calls))
+    # Spread over what runs, not all at the loss: a checkpoint's second run takes the host's part again.
+    ran = sum(operation.target not in (*BOOKKEEPING, END) for operation in graph.operations)
+    seconds = _EAGER_CALL * calls * runs.seconds_of_a_call() / ran
+    return in_base_order(graph, [replace(cost, seconds=cost.seconds + seconds) for cost in costing.costs])
 
 
 def _is_timed_on_a_cpu(here: torch.device | None, costing: Costing) -> TypeGuard[torch.device]:

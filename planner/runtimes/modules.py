@@ -188,8 +188,10 @@ class _Again(AbstractContextManager[None]):
         self.giving = giving
         self.stack = ExitStack()
         self.drawn_from = HostStates()
-        self.settings = [(part, settings_of(part)) for part in module.modules()]
-        self.read = [(table, name, t, version_of(t), t.requires_grad) for table, name, t in _read_by(module)]
+        parts = list(module.modules())
+        self.settings = [(part, settings_of(part)) for part in parts]
+        self.read = [(table, name, t, version_of(t), t.requires_grad) for table, name, t in _read_by(parts)]
+        self.statistics = list(filter(keeps_statistics, parts))
 
     def __enter__(self) -> None:
         self.stack.enter_context(parts_run_as_they_are())  # as in the forward
@@ -207,7 +209,7 @@ class _Again(AbstractContextManager[None]):
             if (now := table.get(name)) is not tensor:
                 self.stack.callback(table.__setitem__, name, now)
                 table[name] = tensor
-        for part in filter(keeps_statistics, self.module.modules()):
+        for part in self.statistics:
             for name, buffer in part.named_buffers(recurse=False):
                 self.stack.callback(setattr, part, name, buffer)
                 setattr(part, name, buffer.clone())
@@ -219,9 +221,9 @@ class _Again(AbstractContextManager[None]):
         self.stack.__exit__(*raised)
 
 
-def _read_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Return the tensors of a module, but for running statistics, and where each is kept."""
-    for part in module.modules():
+def _read_by(parts: Collection[nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return the tensors of some modules, but for running statistics, and where each is kept."""
+    for part in parts:
         yield from tensors_held_by(part, buffers=not keeps_statistics(part))
         held = vars(part)
         yield from ((held, name, value) for name, value in held.items() if isinstance(value, torch.Tensor))

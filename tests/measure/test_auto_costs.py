@@ -127,8 +127,8 @@ def test_the_host_costs_what_eager_calls_and_what_a_captured_step_guards(monkeyp
     step, parameters = study(), len(list(Stack().parameters()))
     assert step.costs[step.graph.loss_index].seconds == costing._CAPTURED_STEP + costing._PARAMETER * parameters
     assert step.origin.eager is not None
-    calls, kernels_seconds = divmod(step.origin.eager.step_seconds, costing._EAGER_CALL)
-    assert calls > len(step.graph.operations) and kernels_seconds < 1
+    calls = step.origin.eager.step_seconds / costing._EAGER_CALL
+    assert calls > len(step.graph.operations) and calls == pytest.approx(round(calls), abs=0.1)
 
 
 def test_a_small_call_is_timed_with_data_whatever_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
