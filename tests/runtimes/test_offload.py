@@ -273,7 +273,7 @@ class ChannelsLast(Layers, layers=convolutions):
 def test_host_memory_is_given_back_when_no_backward_comes():
     module, pool = perceptrons(), host_copies.Pool()
     host_copies.POOL = pool
-    planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, time_limit_seconds=1))
+    planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, deterministic=True))
     loss = module(rows(1024, 128))
     assert pool.in_use_bytes == planner.plan_of(module).offloading.host_bytes > 0
     del loss
@@ -283,7 +283,7 @@ def test_host_memory_is_given_back_when_no_backward_comes():
 def test_hooks_do_not_get_what_waits_on_the_host():
     module, x = perceptrons(), rows(1024, 128)
     expected = train(copy.deepcopy(module), (x,))
-    planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, time_limit_seconds=1))
+    planner.auto_wrap(module, **grouped(activation_budget="50%", offload=True, deterministic=True))
     module(x)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         assert_same(expected, train(module, (x,)))
