@@ -59,6 +59,8 @@ class OperationCost:
         What a run takes on top if nothing that it reads is in a cache.
     cold_share : float
         How much of that the first run takes.
+    again_seconds : float
+        How much of ``seconds`` a recompute alone takes: the first run does not.
     """
 
     seconds: float
@@ -66,11 +68,12 @@ class OperationCost:
     small_bytes: int = 0
     cold_seconds: float = 0.0
     cold_share: float = 1.0
+    again_seconds: float = 0.0
 
     @property
     def first_seconds(self) -> float:
         """Time of the first run."""
-        return self.seconds + self.cold_share * self.cold_seconds
+        return self.seconds - self.again_seconds + self.cold_share * self.cold_seconds
 
 
 class CostModel(Protocol):

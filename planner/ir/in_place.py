@@ -41,6 +41,7 @@ class InPlace:
                 single[first],
                 seconds=sum(single[index].seconds for index in (first, *rest)),
                 cold_seconds=sum(single[index].cold_seconds for index in (first, *rest)),
+                again_seconds=sum(single[index].again_seconds for index in (first, *rest)),
                 workspace_bytes=max(single[index].workspace_bytes for index in (first, *rest)),
             )
             if rest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -19,7 +19,7 @@ from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
 from planner.findings.finding import Finding, collapsed
 from planner.ir.caches import in_base_order
-from planner.ir.checkpoints import BOOKKEEPING, END
+from planner.ir.checkpoints import BOOKKEEPING, END, Region
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, runs, workspace
@@ -38,6 +38,11 @@ _EAGER_CALL, _PARAMETER, _CAPTURED_STEP = 8.5, 36, 1200
 calls, what its modules and autograd take beyond generated code; for each parameter, Dynamo's guard and AOTAutograd's
 wrapper; for each captured step. A HiFi-GAN of 156 parameters and few views takes 2 points longer captured than its
 kernels say, a Bamba of many views 4 less."""
+
+_AGAIN, _REGION, _PART, _DISPATCHED = 25, 1200, 60, 28
+"""The same of a checkpoint: for each operator of its second run, hooks for what it saves; for each region, and each
+module in it, whose settings and random states are put back; for each operator of both runs where results are kept, the
+mode that sees all. A Swin with every layer checkpointed takes 50% longer, of which kernels are 28 points."""
 
 
 @dataclass(frozen=True)
@@ -236,15 +241,36 @@ def captured_costs(
 
 
 def eager_costs(
-    graph: TrainingGraph, costing: Costing, here: torch.device | None, calls: int
+    graph: TrainingGraph,
+    costing: Costing,
+    here: torch.device | None,
+    calls: int,
+    regions: Collection[Region],
+    parts: Callable[[str], int],
 ) -> Sequence[OperationCost]:
-    """Return costs as they are in a step of plain eager that calls so many operators, views among them."""
+    """Return costs as they are in a step of plain eager that calls so many operators, views among them.
+
+    ``parts`` says how many modules there are in that of a region.
+    """
+    free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
+    runs_nothing = {index for index, o in enumerate(graph.operations) if o.target in (*BOOKKEEPING, END)}
     if not _is_timed_on_a_cpu(here, costing):
-        return costing.costs
+        return [free if index in runs_nothing else cost for index, cost in enumerate(costing.costs)]
+    call_seconds = runs.seconds_of_a_call()
     # Spread over what runs, not all at the loss: a checkpoint's second run takes the host's part again.
-    ran = sum(operation.target not in (*BOOKKEEPING, END) for operation in graph.operations)
-    seconds = _EAGER_CALL * calls * runs.seconds_of_a_call() / ran
-    return in_base_order(graph, [replace(cost, seconds=cost.seconds + seconds) for cost in costing.costs])
+    seconds = _EAGER_CALL * calls * call_seconds / (len(graph.operations) - len(runs_nothing))
+    again = _AGAIN * call_seconds
+    costs = [replace(cost, seconds=cost.seconds + seconds + again, again_seconds=again) for cost in costing.costs]
+    costs = list(in_base_order(graph, [free if i in runs_nothing else cost for i, cost in enumerate(costs)]))
+    for region in regions:
+        keeps = [one for one in region.keepable if one.is_choice] or region.keepable
+        own = {region.recompute[-1]: (_REGION + _PART * parts(region.module)) * call_seconds}
+        own |= dict.fromkeys(
+            (k.stand_in for k in keeps), 2 * _DISPATCHED * len(region.recompute) * call_seconds / (len(keeps) or 1)
+        )
+        for index, seconds in own.items():
+            costs[index] = OperationCost(seconds=seconds, again_seconds=seconds)
+    return costs
 
 
 def _is_timed_on_a_cpu(here: torch.device | None, costing: Costing) -> TypeGuard[torch.device]:

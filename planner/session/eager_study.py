@@ -25,7 +25,6 @@ from planner.common.options import Runtime, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
-from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
 from planner.measure.costing import eager_costs
 from planner.measure.devices import device_here, device_spec
@@ -195,12 +194,10 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
     step = lower_eager(trace, model, tensors, context_of(model, spec, around, options))
     costing = cost(model, step.lowered, spec, options)
     calls = 0 if options.target.profile else trace.operators
-    timed = eager_costs(step.lowered.graph, costing, device_here(of_model(model), spec), calls)
-    free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
-    costs = [
-        free if node is None and index != step.lowered.graph.loss_index else timed[index]
-        for index, node in enumerate(step.lowered.operation_nodes)
-    ]
+    parts = {name: len(list(module.modules())) for name, module in model.named_modules()}
+    costs = eager_costs(
+        step.lowered.graph, costing, device_here(of_model(model), spec), calls, step.regions, parts.__getitem__
+    )
     outside_bytes = trace.outside_bytes if trace.outside_bytes > spec.alignment_bytes else 0
     problems = problems_of(
         model, options, outside_bytes=outside_bytes, returned_cache=trace.returned_cache, allowed=_NO_TROUBLE

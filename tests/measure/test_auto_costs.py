@@ -129,6 +129,11 @@ def test_the_host_costs_what_eager_calls_and_what_a_captured_step_guards(monkeyp
     assert step.origin.eager is not None
     calls = step.origin.eager.step_seconds / costing._EAGER_CALL
     assert calls > len(step.graph.operations) and calls == pytest.approx(round(calls), abs=0.1)
+    eager = study(runtime="modules")
+    assert eager.regions
+    for region in eager.regions:
+        stop = eager.costs[region.recompute[-1]]
+        assert stop.seconds > costing._REGION and stop.first_seconds == 0
 
 
 def test_a_small_call_is_timed_with_data_whatever_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
