@@ -254,7 +254,7 @@ def eager_costs(
     """
     free = OperationCost(seconds=0.0)  # of what runs nothing, and only says how long something lives
     runs_nothing = {index for index, o in enumerate(graph.operations) if o.target in (*BOOKKEEPING, END)}
-    if not _is_timed_on_a_cpu(here, costing):
+    if not _is_timed_on_a_cpu(here, costing) or not calls:  # by a profile there are none
         return [free if index in runs_nothing else cost for index, cost in enumerate(costing.costs)]
     call_seconds = runs.seconds_of_a_call()
     # Spread over what runs, not all at the loss: a checkpoint's second run takes the host's part again.
