@@ -118,7 +118,9 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     plan, expected_plan = planner.plan_of(varying), planner.plan_of(fixed)
     assert plan.fingerprint == expected_plan.fingerprint
     assert plan.baseline_peak_bytes == expected_plan.baseline_peak_bytes
-    assert plan.eager.peak_bytes == expected_plan.eager.peak_bytes
+    largest = max(sum(map(torch.numel, inputs)) for inputs in sizes)
+    assert (plan.eager is None) == (sum(map(torch.numel, sizes[-1])) < largest)  # recorded for more than was planned
+    assert plan.eager is None or plan.eager.peak_bytes == expected_plan.eager.peak_bytes
 
 
 def test_one_code_serves_dropout_of_all_sizes(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
