@@ -51,6 +51,11 @@ def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
     return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
 
 
+def writes_into_a_copy(node: fx.Node) -> bool:
+    """Whether what Inductor writes for a node is in memory, whoever reads it, since it is written by index."""
+    return getattr(node.target, "overloadpacket", None) in _INTO_A_COPY
+
+
 def moves_values(node: fx.Node) -> bool:
     """Whether a node begins a copy to the host or back, or waits for one."""
     return getattr(node.target, "namespace", "") == HOST_COPIES
@@ -117,7 +122,7 @@ class Placement:
         if (
             not is_in_a_kernel_of_inductors(node)
             or torch.Tag.reduction in getattr(node.target, "tags", ())
-            or getattr(node.target, "overloadpacket", None) in _INTO_A_COPY
+            or writes_into_a_copy(node)
             or not all(map(is_in_a_kernel_of_inductors, readers))
         ):
             return  # it is in memory anyway
