@@ -37,9 +37,9 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "llama-3.2-1b": ({"batch_size": 4, "seq_len": 4096}, {"batch_size": 1, "seq_len": 256, "layers": 1}),
     "vit-l16": ({"batch_size": 128, "image_size": 224}, {"batch_size": 8, "image_size": 224, "layers": 2}),
     "resnet50": ({"batch_size": 256, "image_size": 224}, {"batch_size": 8, "image_size": 96, "layers": 2}),
+    "unet": ({"batch_size": 16, "image_size": 512}, {"batch_size": 1, "image_size": 96}),
     "gpt2-774m": ({"batch_size": 8, "seq_len": 1024}, {"batch_size": 2, "seq_len": 256, "layers": 2}),
     "dit-xl2": ({"batch_size": 128, "image_size": 32}, {"batch_size": 8, "image_size": 32, "layers": 2}),
-    "unet": ({"batch_size": 16, "image_size": 512}, {"batch_size": 1, "image_size": 96}),
 }
 """Of a run, and of a rehearsal: enough to see that everything runs."""
 
@@ -74,11 +74,11 @@ def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]
     first, *others = sizes
     yield case("facts", 40)
     yield case("tiny", 80)
-    yield from (case("peers", 100, name) for name in list(sizes)[:3])
-    yield case("compiled", 100, first)
+    yield from (case("peers", 120, name) for name in list(sizes)[:4])
+    yield case("compiled", 160, first)
+    yield from (case("peers", 120, name) for name in list(sizes)[4:])
     yield from largest(first)
-    yield from (case("peers", 100, name) for name in list(sizes)[3:])
-    yield from (case("compiled", 100, name) for name in others)
+    yield from (case("compiled", 160, name) for name in others)
     for name in () if rehearsal else others:  # minutes on few cores
         yield from largest(name)
     yield from (case("profile", 60, name) for name in sizes)
@@ -227,9 +227,11 @@ def _misses(row: Result) -> bool:
         return True
     if "predicted_allocated_bytes" not in row or "measured_allocated_bytes" not in row:
         return False
+    # At its cap the allocator gives cached segments back, which no prediction knows of.
+    is_capped = row["predicted_reserved_bytes"] > row.get("cap_bytes", float("inf"))
     return (
         abs(_off(row, "allocated")) > ALLOCATED_GOAL
-        or abs(_off(row, "reserved")) > RESERVED_GOAL
+        or (abs(_off(row, "reserved")) > RESERVED_GOAL and not is_capped)
         or row["measured_allocated_bytes"] > row["budget_bytes"]
     )
 

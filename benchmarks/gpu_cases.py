@@ -108,6 +108,9 @@ def _tiny(case: Result) -> Rows:
     for runtime, offload in [*((name, False) for name in without), ("graph", True)]:
         row: Result = {"what": runtime + (" with offload" if offload else "")}
         try:
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()  # in holes that others leave, it would reserve less than a process of its own
             model = made()
             options = {"runtime": runtime, "offload": offload, "time_limit_seconds": 1}
             _wrap(model, x, "60%", options)

@@ -26,6 +26,10 @@ _PLACES_AND_CONSTANTS = {
 }  # fmt: skip
 """What torch tags neither as elementwise nor as a reduction, and Inductor writes as it does those."""
 
+_INDEXED = "_unsafe_index_put _unsafe_masked_index_put_accumulate index_put scatter scatter_add scatter_reduce"
+_INTO_A_COPY = {getattr(torch.ops.aten, name) for name in _INDEXED.split()}
+"""What Inductor writes into a copy of the first input, or in its place if nothing else reads that."""
+
 HOST_COPIES = "planner"
 """The namespace of operators that move values to the host and back."""
 
@@ -41,10 +45,15 @@ def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload):
         return False
     is_tagged = target.namespace == "prims" or {torch.Tag.pointwise, torch.Tag.reduction}.intersection(target.tags)
-    if not is_tagged and target.overloadpacket not in _PLACES_AND_CONSTANTS:
+    if not is_tagged and target.overloadpacket not in _PLACES_AND_CONSTANTS | _INTO_A_COPY:
         return False
     is_written = target in lowering.lowerings and target not in lowering.fallbacks
     return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
+
+
+def writes_into_a_copy(node: fx.Node) -> bool:
+    """Whether what Inductor writes for a node is in memory, whoever reads it, since it is written by index."""
+    return getattr(node.target, "overloadpacket", None) in _INTO_A_COPY
 
 
 def moves_values(node: fx.Node) -> bool:
@@ -113,6 +122,7 @@ class Placement:
         if (
             not is_in_a_kernel_of_inductors(node)
             or torch.Tag.reduction in getattr(node.target, "tags", ())
+            or writes_into_a_copy(node)
             or not all(map(is_in_a_kernel_of_inductors, readers))
         ):
             return  # it is in memory anyway

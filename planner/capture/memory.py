@@ -22,6 +22,7 @@ from torch.autograd.profiler import profile
 from planner.capture import torch_internals as internals
 from planner.common.units import round_up
 from planner.errors import UsageError
+from planner.plans.allocator import MIN_BLOCK_BYTES
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """Of glibc's ``malloc.h``."""
@@ -136,10 +137,9 @@ class AllocationLog:
         self._device, self._marks_ns, self._stack = device, list[int](), ExitStack()
         self._recording: Recording | None = None
         self.found_bytes: int | None = None
-        """What is allocated at its start; a CPU does not say."""
+        """What was asked for before, rounded up as plans do it; a CPU does not say."""
         if device.type == "cuda":
-            internals.start_history()
-            self.found_bytes = torch.cuda.memory_allocated(device)
+            self.found_bytes = sum(round_up(size, MIN_BLOCK_BYTES) for size in internals.start_history(device))
         else:
             with internals.memory_alone():
                 self._recording = self._stack.enter_context(record())

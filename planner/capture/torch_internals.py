@@ -523,9 +523,11 @@ def history_is_on() -> bool:
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
-def start_history() -> None:
-    """Have CUDA's allocator keep a history, without stacks."""
+def start_history(device: torch.device) -> list[int]:
+    """Have CUDA's allocator keep a history, without stacks, and return the sizes that were asked for before."""
     torch.cuda.memory._record_memory_history(context=None, max_entries=1 << 20, clear_history=True)
+    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == (device.index or 0))
+    return [b["requested_size"] for segment in segments for b in segment["blocks"] if b["state"] != "inactive"]
 
 
 def stop_history(device: torch.device) -> list[tuple[int, int]]:

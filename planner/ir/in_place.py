@@ -97,15 +97,15 @@ def stretches(graph: TrainingGraph, written: Collection[int]) -> list[int]:
     return list(accumulate(index not in written for index in range(len(graph.operations))))
 
 
-def fused(graph: TrainingGraph, written: Collection[int]) -> InPlace:
+def fused(graph: TrainingGraph, written: Collection[int], stored: Collection[int] = ()) -> InPlace:
     """Join the operations that a compiler writes itself, in O(operations + reads).
 
     Of those that are ``written``, one whose readers are all one kernel's joins it if it is of the same phase, and
-    nothing that is not written runs in between.
+    nothing that is not written runs in between; not so what is ``stored``, whoever reads it.
     """
     operations, stretch = graph.operations, stretches(graph, written)
     kernel = list(range(len(operations)))
-    for index in sorted(written, reverse=True):
+    for index in sorted({*written}.difference(stored), reverse=True):
         operation = operations[index]
         readers = {kernel[reader] for value in operation.outputs for reader in graph.readers[value]}
         if len(readers) != 1 or any(graph.values[value].retained for value in operation.outputs):

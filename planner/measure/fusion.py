@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from cost_models.devices import DeviceSpec
 from cost_models.roofline import RooflineCosts
+from planner.capture.inductor_order_internals import writes_into_a_copy
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.trees import tensors_in
@@ -30,7 +31,8 @@ def written_by_inductor(lowered: LoweredGraph) -> frozenset[int]:
 
 def in_kernels(lowered: LoweredGraph) -> InPlace:
     """Return a step in which what Inductor computes inside one kernel is one operation."""
-    return fused(lowered.graph, written_by_inductor(lowered))
+    stored = [i for i, node in enumerate(lowered.operation_nodes) if node is not None and writes_into_a_copy(node)]
+    return fused(lowered.graph, written_by_inductor(lowered), stored)
 
 
 def results_over_inputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from planner.common.options import Search
 from planner.common.units import format_bytes
@@ -52,9 +52,9 @@ def no_plan_fits(
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
     proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
-    if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
+    if error.lowest is not None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
-        if static_memory.has_caching_allocator and not search.deterministic and lowest_known.applies_to(problem):
+        if static_memory.has_caching_allocator and lowest_known.applies_to(replace(problem, host=None)):
             lowest_known.say(problem, error.lowest)
     proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)

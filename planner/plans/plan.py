@@ -487,6 +487,10 @@ class Plan:
             less_bytes = min(max(0, sum(anatomy.values()) - peak_bytes), anatomy.get(kind, 0))
             anatomy |= {kind: anatomy[kind] - less_bytes} if less_bytes else {}
         eager = self.eager and replace(self.eager, peak_bytes=self.eager.peak_bytes + more_bytes)
+        reserved = self.reserved and ReservedMemory(
+            allocated_bytes=self.reserved.allocated_bytes + more_bytes,
+            reserved_bytes=self.reserved.reserved_bytes + max(0, more_bytes),  # segments of another moment may stay
+        )
         return replace(
             self,
             peak_bytes=peak_bytes,
@@ -496,6 +500,7 @@ class Plan:
             minimum_feasible_peak_bytes=self.minimum_feasible_peak_bytes + more_bytes,
             proven_minimum_peak_bytes=0,
             eager=eager,
+            reserved=reserved,
             details=None,
         )
 

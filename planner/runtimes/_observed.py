@@ -370,16 +370,16 @@ class ObservedCalls:
             for logged, before, *_ in self._logged
             if logged.kinds == {kind} and _resident_bytes(before) == _resident_bytes(plan)
         ]
-        return [held_bytes and held_bytes + self._reserve_bytes for held_bytes in held]
+        return [held_bytes and held_bytes + self._reserve_bytes + _beyond(plan) for held_bytes in held]
 
     def predict(self) -> None:
         """Take the most that logged steps hold under the plan in force for its prediction."""
         plan, kind, shown = self._plans.get(id(self._running.plan), (None, 0, None))
         if plan is None or shown is None or not any(held := self._replayed(plan)):
             return
-        held_bytes = max(filter(None, held))
+        held_bytes = min(max(filter(None, held)), plan.budget_bytes) - _beyond(plan)
         if not shown.peak_bytes - _SCALARS <= held_bytes <= shown.peak_bytes:
-            self._plans[id(plan)] = plan, kind, plan.holding(min(held_bytes, plan.budget_bytes))
+            self._plans[id(plan)] = plan, kind, plan.holding(held_bytes)
 
     def _start_anew(self, options: Options) -> None:
         """Start the runtime under other options."""
@@ -514,9 +514,9 @@ class ObservedCalls:
 
     def see_step(self, logged: LoggedStep, loss: LossMemory | None) -> None:
         """Plan for what a whole step held beside the model's own, where the plan in force has no room for it."""
-        held_bytes = logged.held_bytes + self._reserve_bytes
-        self.is_asked, self.step_bytes = False, held_bytes
         asked, plan, made = self.asked, self.plan, self._running.plan
+        held_bytes = logged.held_bytes + self._reserve_bytes + (_beyond(made) if made is not None else 0)
+        self.is_asked, self.step_bytes = False, held_bytes
         if plan is None or made is None or not self._to_measure:
             return
         self._to_measure -= 1
@@ -538,7 +538,7 @@ class ObservedCalls:
         as_planned = [one for one in self._logged if one[1] is made and one[2]]
         if len(as_planned) >= _ENOUGH:
             self._logged, self._to_measure = as_planned, 0
-        if as_planned or held_bytes > plan.peak_bytes:
+        if as_planned or held_bytes > plan.peak_bytes + _beyond(made):
             self.predict()
 
     def _warn_of_others(self, waiting: list[ObservedCalls]) -> None:
@@ -598,6 +598,12 @@ def _are_there(storages: Iterable[weakref.ref[Any]]) -> bool:
         return False
     gc.collect()
     return any(storage() is not None for storage in storages)
+
+
+def _beyond(plan: Plan) -> int:
+    """Return the bytes by which an allocator's blocks are larger than what a plan, as it was made, asks for."""
+    allocated_bytes = plan.reserved.allocated_bytes if plan.reserved is not None else 0
+    return max(0, allocated_bytes + plan.static_bytes.get("reserve", 0) - plan.peak_bytes)
 
 
 def _resident_bytes(plan: Plan) -> int:

@@ -311,7 +311,8 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
                 *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
             ),
         ),
-        static_memory=step.static_memory,
+        # Blocks are those of the code, and judged there.
+        static_memory=replace(step.static_memory, has_caching_allocator=False) if is_compiled else step.static_memory,
         device=step.spec,
     )
 
