@@ -145,9 +145,8 @@ def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
     small = max(size, value_size) <= rules.largest_cudnn_head.get(spec.architecture, _CUDNN_HEAD)
     other = (size, value_size) in rules.other_cudnn_heads.get(spec.architecture, ())
     fits = size % 8 == value_size % 8 == 0 and (small or other)
-    several = lengths[1] > 1 and not (
-        lengths[0] == 1 and (call.dropout_p or spec.architecture in rules.no_single_query)
-    )
+    no_single_query = call.dropout_p or spec.architecture in rules.no_single_query
+    several = lengths[1] > 1 and not (lengths[0] == 1 and no_single_query)
     in_steps = not rules.dropout_in_steps or (call.dropout_p * _DROPOUT_STEPS).is_integer()
     constant_mask = call.mask is None or not call.mask.requires_grad  # it has no gradient for the mask
     strict = torch.get_deterministic_debug_mode() == 2  # kernels that are not deterministic raise

@@ -126,9 +126,7 @@ def varying_dimensions(inputs: Inputs, seen: Iterable[Sequence[Sequence[int]]]) 
     """Return the inputs with dimensions that were of another size in a call seen before, of inputs of these sizes."""
     tensors = inputs.tensors()
     alike = [sizes for sizes in seen if [len(size) for size in sizes] == [tensor.dim() for tensor in tensors]]
-    found = (
-        (t, {d for s in alike for d, size in enumerate(s[at]) if size != t.shape[d]}) for at, t in enumerate(tensors)
-    )
+    found = ((t, {d for s in alike for d, n in enumerate(s[at]) if n != t.shape[d]}) for at, t in enumerate(tensors))
     return [(tensor, dimensions) for tensor, dimensions in found if dimensions]
 
 

@@ -457,13 +457,11 @@ class Backend:
         if not (functional or facts["varies"]):
             merge_windows(joint, graph)
             update_in_place(graph)
-        captured = JointGraph(
-            joint, graph, num_forward_outputs, functional=functional, elsewhere=self.elsewhere, **facts
-        )
-        _check_strided(captured)
-        _check_stay(captured)
-        _check_apart(captured)
-        return captured
+        made = JointGraph(joint, graph, num_forward_outputs, functional=functional, elsewhere=self.elsewhere, **facts)
+        _check_strided(made)
+        _check_stay(made)
+        _check_apart(made)
+        return made
 
 
 class _SharedCapture(Backend):

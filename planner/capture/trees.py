@@ -54,9 +54,7 @@ def mapped(function: Callable[[torch.Tensor], Any], tree: Any, within: tuple[Any
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
         before = {name: getattr(leaf, name) for name in _fields_of(leaf, within)}
-        after = {
-            name: mapped(function, value, (*within, leaf)) for name, value in before.items() if leaf_tensors(value)
-        }
+        after = {name: mapped(function, part, (*within, leaf)) for name, part in before.items() if leaf_tensors(part)}
         if not after:
             return leaf
         other = copy.copy(leaf)

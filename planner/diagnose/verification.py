@@ -215,9 +215,8 @@ def compare(
         elif not close(gradient, other, shortest):
             furthest = (gradient.to_dense() - other.to_dense()).abs().max().item()
             lines.append(f"gradient of {name} differs by up to {furthest:.3g}")
-    lines += [
-        f"buffer {name} differs" for name, own in expected.buffers.items() if not close(own, actual.buffers[name])
-    ]
+    pairs = ((name, own, actual.buffers[name]) for name, own in expected.buffers.items())
+    lines += [f"buffer {name} differs" for name, own, other in pairs if not close(own, other)]
     if expected.random_states != actual.random_states:
         lines.append("random state after the step differs")
     return lines

@@ -46,9 +46,8 @@ def _sharded_within(subject: Subject) -> str:
     # A wrapper that is sharded as a whole is in the right order, though it calls what it wraps.
     outer = {module.path for module in subject.modules if module.checkpointing_on and not module.sharded}
     outer |= {call.region for call in subject.calls if call.region not in own}
-    inside = [
-        m.label for m in subject.modules if m.sharded and any(not path or is_within(m.path, path) for path in outer)
-    ]
+    sharded = (module for module in subject.modules if module.sharded)
+    inside = [module.label for module in sharded if any(not path or is_within(module.path, path) for path in outer)]
     return f"{collapsed(inside)}: sharded inside a region that is checkpointed" if inside else ""
 
 

@@ -81,9 +81,8 @@ def cost_step(
     estimates = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
     written = written_by_inductor(lowered)
     yardstick = yardstick_of(lowered, written)
-    tried = (
-        workspace.measure(lowered, estimates, here, workspace.effort_for(is_fake=is_fake)) if here is not None else {}
-    )
+    effort = workspace.effort_for(is_fake=is_fake)
+    tried = workspace.measure(lowered, estimates, here, effort) if here is not None else {}
     seen = _workspace_bytes(lowered, spec, here, tried)
     costs = _with_workspace(estimates, seen)
     if profile is not None:
@@ -233,11 +232,14 @@ def captured_costs(
     trials = profiling.QUICK
     took = profiling.measure(lowered, costing.costs, here, time_limit_seconds=limit, trials=trials, over=over)
     found = {index: took.measurements.get(profiling.signature_over(lowered, index, over[index])) for index in over}
-    costs = tuple(
+    costs = [
         replace(one.cost, workspace_bytes=cost.workspace_bytes) if (one := found.get(index)) else cost
         for index, cost in enumerate(costing.costs)
-    )
-    return in_base_order(lowered.graph, _with_host(lowered.graph, costs, _CAPTURED_STEP + _PARAMETER * parameters))
+    ]
+    host_seconds = (_CAPTURED_STEP + _PARAMETER * parameters) * runs.seconds_of_a_call()
+    loss = lowered.graph.loss_index  # with what else runs outside the graph
+    in_step = [replace(cost, seconds=host_seconds) if index == loss else cost for index, cost in enumerate(costs)]
+    return in_base_order(lowered.graph, in_step)
 
 
 def eager_costs(
@@ -264,25 +266,15 @@ def eager_costs(
     costs = list(in_base_order(graph, [free if i in runs_nothing else cost for i, cost in enumerate(costs)]))
     for region in regions:
         keeps = [one for one in region.keepable if one.is_choice] or region.keepable
-        own = {region.recompute[-1]: (_REGION + _PART * parts(region.module)) * call_seconds}
-        own |= dict.fromkeys(
-            (k.stand_in for k in keeps), 2 * _DISPATCHED * len(region.recompute) * call_seconds / (len(keeps) or 1)
-        )
-        for index, seconds in own.items():
-            costs[index] = OperationCost(seconds=seconds, again_seconds=seconds)
+        calls_of = {one.stand_in: 2 * _DISPATCHED * len(region.recompute) / len(keeps) for one in keeps}
+        calls_of[region.recompute[-1]] = _REGION + _PART * parts(region.module)
+        for index, count in calls_of.items():
+            costs[index] = OperationCost(seconds=count * call_seconds, again_seconds=count * call_seconds)
     return costs
 
 
 def _is_timed_on_a_cpu(here: torch.device | None, costing: Costing) -> TypeGuard[torch.device]:
     return here is not None and here.type == "cpu" and costing.cost_model == MeasuredCosts.name
-
-
-def _with_host(graph: TrainingGraph, costs: Sequence[OperationCost], calls: float) -> tuple[OperationCost, ...]:
-    """Let the loss, and what else runs outside the graph, cost so many calls of a small operator."""
-    seconds = calls * runs.seconds_of_a_call()
-    return tuple(
-        replace(cost, seconds=seconds) if index == graph.loss_index else cost for index, cost in enumerate(costs)
-    )
 
 
 def _by_profile(

@@ -119,9 +119,8 @@ def take_over(
     if same_graph and plan.order:
         taken = replace(taken, captured_order=plan.captured_order)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
-        taken = replace(
-            taken, **{name: getattr(plan, name) for name in _MEASURED}, details=plan.details or taken.details
-        )
+        measured = {name: getattr(plan, name) for name in _MEASURED}
+        taken = replace(taken, **measured, details=plan.details or taken.details)
     return taken
 
 

@@ -55,13 +55,8 @@ class Shown:
                 from rich.console import Console
                 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-                columns = (
-                    SpinnerColumn(),
-                    BarColumn(bar_width=20),
-                    TimeElapsedColumn(),
-                    TextColumn("{task.description}"),
-                )
-                bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                made = (SpinnerColumn(), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+                bar = Progress(*made, console=Console(stderr=True), transient=True)
                 self._bar = bar, bar.add_task("", total=None)
                 bar.start()
             self._update(True)

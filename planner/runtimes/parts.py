@@ -200,9 +200,8 @@ class _CallsUnderPlans(CallOfAnySize):
     """A module's calls, captured once for all plans."""
 
     def __init__(self, module: nn.Module) -> None:
-        backend = Backend(
-            lambda joint: self.part.partition(joint), finish=watched, make_program=self._program, **AS_BLOCK
-        )
+        partition = lambda joint: self.part.partition(joint)  # noqa: E731
+        backend = Backend(partition, finish=watched, make_program=self._program, **AS_BLOCK)
         super().__init__(module, module.forward, backend)
         self.sizes: list[InputSizes] = []
         """Sizes that were captured."""

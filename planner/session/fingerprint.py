@@ -50,9 +50,7 @@ def fingerprint(
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
     outputs = outputs_assumed(graph)
-    made = [
-        graph.values[v] for operation in graph.operations if operation.target == LOSS_TARGET for v in operation.outputs
-    ]
+    made = [graph.values[v] for o in graph.operations if o.target == LOSS_TARGET for v in o.outputs]
     loss = [sum(v.size_bytes for v in made if v.name == name) for name in (LOSS_WORKSPACE, LOSS_HELD)]
     return {
         "model": f"{model.__module__}.{model.__qualname__}",

@@ -111,9 +111,7 @@ def _counts(places: int) -> list[int]:
     """Return numbers of segments to try, those near the square root first."""
     root = max(2.0, math.sqrt(places + 1))
     counts = {2, 3, *(round(root * factor) for factor in (0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8))}
-    return sorted(
-        (count for count in counts if 2 <= count <= places + 1), key=lambda count: abs(math.log(count / root))
-    )
+    return sorted((n for n in counts if 2 <= n <= places + 1), key=lambda n: abs(math.log(n / root)))
 
 
 def _saved_before(graph: TrainingGraph, turn: int) -> list[int]:

@@ -113,12 +113,7 @@ def test_importing_the_core_imports_no_torch():
 
 
 def test_importing_draws_nothing_from_the_random_state():
-    lines = [
-        "import planner, random",
-        "before = random.getstate()",
-        "planner.report",
-        "assert random.getstate() == before",
-    ]
+    lines = ["import planner, random", "old = random.getstate()", "planner.report", "assert random.getstate() == old"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -123,14 +123,8 @@ def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
         shared = {"status": "run", "gradients": "equal", "time_ratio_error": error}
         eager = {"way": "eager", "ours": False, "peak_bytes": 100, "time_ratio": 1.0, **shared}
         theirs = {"way": "every layer", "ours": False, "peak_bytes": 50, "time_ratio": 1.1, **shared}
-        ours = {
-            "way": "planned",
-            "ours": True,
-            "peak_bytes": 50,
-            "time_ratio": paid,
-            "predicted_overhead": 0.1,
-            **shared,
-        }
+        times = {"time_ratio": paid, "predicted_overhead": 0.1}
+        ours = {"way": "planned", "ours": True, "peak_bytes": 50, **times, **shared}
         entry = {"model": "m", **comparison.against([eager, theirs, ours])}
         (row,) = (row for row in comparison.summary([entry]) if row["kind"] == "every layer")
         return bool(row["worse"])

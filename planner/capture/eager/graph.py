@@ -156,10 +156,8 @@ class _Lowering(StepBuilder):
         if isinstance(run, Turn):
             return self.add_turn(run.module, run.is_entered, self.let_go[position])
         reads = (*run.reads, *self.let_go[position])
-        name = f"{run.node.name}_{position}"
-        return self.add(
-            str(run.node.target), reads, run.makes, name=name, module=run.module, node=run.node, **run.facts
-        )
+        target, name = str(run.node.target), f"{run.node.name}_{position}"
+        return self.add(target, reads, run.makes, name=name, module=run.module, node=run.node, **run.facts)
 
     def _add_note(
         self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), of: str = "", **facts: Any
