@@ -194,10 +194,8 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bo
     step = lower_eager(trace, model, tensors, context_of(model, spec, around, options))
     costing = cost(model, step.lowered, spec, options)
     calls = 0 if options.target.profile else trace.operators
-    parts = {name: len(list(module.modules())) for name, module in model.named_modules()}
-    costs = eager_costs(
-        step.lowered.graph, costing, device_here(of_model(model), spec), calls, step.regions, parts.__getitem__
-    )
+    here, parts = device_here(of_model(model), spec), lambda name: len(list(model.get_submodule(name).modules()))
+    costs = eager_costs(step.lowered.graph, costing, here, calls, step.regions, parts)
     outside_bytes = trace.outside_bytes if trace.outside_bytes > spec.alignment_bytes else 0
     problems = problems_of(
         model, options, outside_bytes=outside_bytes, returned_cache=trace.returned_cache, allowed=_NO_TROUBLE

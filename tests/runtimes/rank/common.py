@@ -154,7 +154,7 @@ def returned_when_only_python_holds(operator: Any, *args: Any) -> torch.Tensor:
     """Run a functional collective, and wait until gloo's thread has let go of what it was given and has made.
 
     A buffer that this thread is last to hold is freed unseen: it seems to stay. A captured graph lets go of what it
-    sends before it waits: 65,536 bytes above the prediction in most of 30 steps on busy cores.
+    sends before it waits: on a busy machine a peak was 65,536 bytes above its prediction for that.
     """
     result, give_up = operator.redispatch(DispatchKeySet(DispatchKey.CUDA), *args), time.monotonic() + 1.0
     torch.ops._c10d_functional.wait_tensor(result)
