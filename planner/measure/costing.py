@@ -259,7 +259,7 @@ def eager_costs(
     if not _is_timed_on_a_cpu(here, costing) or not calls:  # by a profile there are none
         return [free if index in runs_nothing else cost for index, cost in enumerate(costing.costs)]
     call_seconds = runs.seconds_of_a_call()
-    # Spread over what runs, not all at the loss: a checkpoint's second run takes the host's part again.
+    # Each operation has its share: a checkpoint's second run takes the host's part again.
     seconds = _EAGER_CALL * calls * call_seconds / (len(graph.operations) - len(runs_nothing))
     again = _AGAIN * call_seconds
     costs = [replace(cost, seconds=cost.seconds + seconds + again, again_seconds=again) for cost in costing.costs]
