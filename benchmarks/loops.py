@@ -139,7 +139,8 @@ def _adamw(*models: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
+    with torch.device("cpu"):  # where torch 2.11 else counts AdamW's steps on the default device, which may be fake
+        optimizer.step()
     optimizer.zero_grad()
 
 
