@@ -165,7 +165,7 @@ def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count:
         (GPT, 0.4, 0.005),
         (CNN, 0.8, 0.001),
         (CNN, 0.6, 0.001),
-        pytest.param(CNN, 0.4, 0.02, marks=pytest.mark.slow),
+        pytest.param(oracle.resnet_like(16), 0.4, 0.02, marks=pytest.mark.slow),
     ],
 )
 def test_training_steps_come_near_the_bound(
