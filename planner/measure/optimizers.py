@@ -121,7 +121,7 @@ def memory_of_step(
     updated = [_without_data(p, p.dtype) for p in parameters]
     recorder = _UpdateRecorder(alignment_bytes, (updated, [p.grad for p in updated]))
     recorder.counts_host = device_kind == "cpu"
-    with recorder:
+    with recorder, torch.device("cpu"):  # in torch 2.11 step counters are on the default device
         optimizer = make(updated)
         optimizer.step()
         state_bytes = recorder.live_bytes

@@ -215,7 +215,7 @@ class _Emitter:
             return self._call(meta, function, *tensors)
         more: tuple[Any, ...] = ()
         if function is host_copies.offload:
-            more = (meta["val"].numel(),)
+            more = (meta["val"].nbytes,)
         elif function is host_copies.reload:
             more = (meta["val"].size(), meta["val"].stride(), meta["val"].dtype, meta["val"].device)
         node = self._call(meta, host_copies.OPERATORS[function], *tensors, *more)
@@ -234,7 +234,7 @@ class _Emitter:
         val = self.lowered.value_nodes[value].meta["val"]
         with val.fake_mode:
             of = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype) if self.lowered.is_compiled else val
-            return {"val": torch.empty(of.untyped_storage().nbytes(), dtype=torch.uint8), ON_HOST: True}
+            return {"val": torch.empty(of.untyped_storage().nbytes() // val.itemsize, dtype=val.dtype), ON_HOST: True}
 
     def _call(self, meta: Mapping[str, Any], function: Any, *arguments: Any) -> fx.Node:
         node = self.graph.call_function(function, arguments)

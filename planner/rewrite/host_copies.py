@@ -29,18 +29,19 @@ from planner.errors import RuntimeUnsupportedError
 
 def offload(tensor: torch.Tensor, size_bytes: int | None = None) -> torch.Tensor:
     """Begin to copy a tensor's storage, or so many bytes from its first on, to the host; give the place for it."""
-    is_beside = _copies_beside(tensor.device)
-    # All of its storage, whatever of it the tensor shows.
-    of = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    offset = tensor.storage_offset()
-    if size_bytes is not None:
-        of, offset = of.narrow(0, offset * tensor.itemsize, size_bytes), 0
-    place = POOL.take(of.numel(), pinned=is_beside)
+    device, offset, first = tensor.device, tensor.storage_offset(), 0
+    if size_bytes is None:  # all of its storage, whatever of it the tensor shows
+        size_bytes = tensor.untyped_storage().nbytes()
+    else:
+        offset, first = 0, offset
+    of = tensor.as_strided((size_bytes // tensor.itemsize,), (1,), first)
+    is_beside = _copies_beside(device)
+    place = POOL.take(size_bytes, tensor.dtype, pinned=is_beside)
     record = POOL.record(place)
-    record.layout = (tensor.size(), tensor.stride(), offset, tensor.dtype)
-    record.device = tensor.device
+    record.layout = (tensor.size(), tensor.stride(), offset)
+    record.device = device
     if is_beside:
-        record.copy(place, of, _streams(tensor.device)[0])
+        record.copy(place, of, _streams(device)[0])
         record.moving = of
     else:
         place.copy_(of)
@@ -55,14 +56,13 @@ def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> None:
 def reload(place: torch.Tensor) -> torch.Tensor:
     """Take memory on the device again, and begin to copy back what a place holds."""
     record = POOL.record(place)
-    there = torch.empty(place.numel(), dtype=torch.uint8, device=record.device)
+    there = torch.empty(place.numel(), dtype=place.dtype, device=record.device)
     if _copies_beside(record.device):
         record.copy(there, place, _streams(record.device)[1])
         record.moving = there
     else:
         there.copy_(place)
-    size, stride, offset, dtype = record.layout
-    return there.view(dtype).as_strided(size, stride, offset)
+    return there.as_strided(*record.layout)
 
 
 def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ OPERATORS = {
     offload: _operator(
         "offload(Tensor tensor, int size_bytes) -> Tensor",
         offload,
-        lambda _, size_bytes: torch.empty(size_bytes, dtype=torch.uint8),
+        lambda tensor, size_bytes: torch.empty(size_bytes // tensor.itemsize, dtype=tensor.dtype),
     ),
     wait_offload: _operator("wait_offload(Tensor(a!) place, Tensor tensor) -> ()", wait_offload),
     reload: _operator(
@@ -124,6 +124,8 @@ class _Record:
     """The event after the last copy, also one of a tensor that had the place before."""
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    lease: Any = None
+    """Calls back when the place goes; ``weakref.finalize`` took three times as long."""
     moving: torch.Tensor | None = None
     """Keeps the memory on the device that the copy is of from others, should a step break off."""
 
@@ -161,7 +163,7 @@ class Pool:
         self._records: dict[int, _Record] = {}
         self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
 
-    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    def take(self, size_bytes: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         """Return a place of so many bytes; it comes back by itself when nothing refers to it any more."""
         with self._lock:
             free = self._free[size_bytes, pinned]
@@ -176,10 +178,9 @@ class Pool:
             self.in_use_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
         lease = memoryview(record.memory)
-        place = torch.frombuffer(lease, dtype=torch.uint8)
         # The storage, and nothing else, holds the lease, so this runs when the storage goes.
-        weakref.finalize(lease, self._give_back, record).atexit = False
-        return place
+        record.lease = weakref.ref(lease, lambda _: self._give_back(record))
+        return torch.frombuffer(lease, dtype=dtype)
 
     def record(self, place: torch.Tensor) -> _Record:
         """Return what is known of a place."""

@@ -341,7 +341,7 @@ def test_no_host_memory_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch, refus
         driver = SimpleNamespace(cudaHostRegister=lambda *_: 2)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     with pytest.raises(RuntimeUnsupportedError, match=r"host memory is left .* 1\.0 MiB .*host_budget"):
-        host_copies.Pool().take(1 << 20, pinned=refusal == "driver")
+        host_copies.Pool().take(1 << 20, torch.uint8, pinned=refusal == "driver")
 
 
 def test_the_runtime_that_runs_eager_code_refuses():
