@@ -8,83 +8,83 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks" / "results" / "compare.json"
+RESULTS = HERE.parent / "benchmarks" / "results" / "gpu_peers.json"
 
-MODEL, TITLE = "resnet50", "ResNet-50, one training step on a CPU, measured"
-
-WAYS = (
-    ("checkpoint every layer", ("every layer",), "#c0392b"),
-    ("checkpoint every second layer", ("every second layer",), "#8e5ea2"),
-    ("selective: keep products", ("save products",), "#9a6b1f"),
-    ("checkpoint_sequential", ("checkpoint_sequential",), "#4c78a8"),
-    ("PyTorch's partitioner", ("partitioner dp", "partitioner ilp"), "#6b7680"),
-)
-"""Ways of others: what they are called here, how the results name them, a colour."""
+TITLE = "One training step on an NVIDIA H200, measured"
+MODELS = {"resnet50": "ResNet-50, 256 images", "vitl": "ViT-L/16, 128 images"}
+"""How the results name a model, and what it is called here."""
 
 INK, GREEN, LIGHT = "#24292f", "#1f7a5c", "#e6e9ec"
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 64, 24, 56, 84
+WAYS = {
+    "every_layer": ("checkpoint every layer", "#c0392b"),
+    "every_2nd": ("checkpoint every second layer", "#8e5ea2"),
+    "sac_products": ("selective: keep products", "#9a6b1f"),
+    "eager": ("eager", INK),
+}
+"""Ways of others by the names in the results: what they are called here, and a colour."""
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 370, 52, 12, 78, 62
+ACROSS, UP = (0.15, 1.05), (-0.02, 0.7)
 
 
 def rows_of(model: str) -> list[dict[str, Any]]:
-    """Return what was measured of a model."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    (entry,) = (entry for entry in results["models"] if entry["model"] == model)
-    return [row for row in entry["rows"] if "time_ratio" in row]
+    """Return what was measured of a model; eager adds nothing to itself."""
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    return [{"over": 0.0, **row} for row in rows if row["case"] == model and "peak" in row]
 
 
 def picture() -> str:
     """Return the file."""
-    rows = rows_of(MODEL)
-    eager_bytes = next(row["peak_bytes"] for row in rows if row["way"] == "eager")
-    across = (0.5, 1.03)
-    most = max(row["time_ratio"] - 1 for row in rows) * 1.1
-    lowest = min(0.0, *(row["time_ratio"] - 1 for row in rows)) - 0.01
+    drawn = [
+        text(16, 26, TITLE, size=16, bold=True),
+        text(16, 44, "step time on top of eager's, over the peak of allocated memory (eager's is 100%)"),
+    ]
+    for number, (model, name) in enumerate(MODELS.items()):
+        drawn += panel(rows_of(model), name, number * WIDTH / len(MODELS))
+    return svg([*drawn, *legend()])
 
-    def x(row: dict[str, Any]) -> float:
-        share = row["peak_bytes"] / eager_bytes
-        return LEFT + (WIDTH - LEFT - RIGHT) * (share - across[0]) / (across[1] - across[0])
+
+def panel(rows: list[dict[str, Any]], name: str, left: float) -> list[str]:
+    """Draw one model."""
+    eager_bytes = next(row["peak"] for row in rows if row["way"] == "eager")
+    begin, end = left + LEFT, left + WIDTH / len(MODELS) - RIGHT
+
+    def x(share: float) -> float:
+        return begin + (end - begin) * (share - ACROSS[0]) / (ACROSS[1] - ACROSS[0])
 
     def y(overhead: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (overhead - lowest) / (most - lowest)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (overhead - UP[0]) / (UP[1] - UP[0])
 
-    drawn = [text(16, 26, TITLE, size=16, bold=True)]
-    for percent in range(0, int(100 * most) + 1, 10):
-        at = y(percent / 100)
-        drawn += [line(LEFT, at, WIDTH - RIGHT, at), text(LEFT - 8, at + 4, f"+{percent}%", anchor="end")]
-    for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        at = x({"peak_bytes": share * eager_bytes})
-        drawn += [line(at, y(lowest), at, y(lowest) + 5), text(at, y(lowest) + 20, f"{share:.0%}", anchor="middle")]
-    drawn += [
-        text(16, 44, "step time on top of eager's, over the memory that the step allocates (eager's is 100%)"),
-        line(LEFT, y(lowest), WIDTH - RIGHT, y(lowest), color=INK),
-    ]
-    planned = sorted((row for row in rows if row["ours"]), key=lambda row: row["peak_bytes"])
-    path = " L".join(f"{x(row):.1f} {y(row['time_ratio'] - 1):.1f}" for row in planned)
+    def at(row: dict[str, Any]) -> tuple[float, float]:
+        return x(row["peak"] / eager_bytes), y(row["over"])
+
+    drawn = [text(begin, TOP - 10, name, bold=True)]
+    for percent in range(0, int(100 * UP[1]) + 1, 10):
+        height = y(percent / 100)
+        drawn += [line(begin, height, end, height), text(begin - 8, height + 4, f"+{percent}%", anchor="end")]
+    for share in (0.2, 0.4, 0.6, 0.8, 1.0):
+        tick = x(share)
+        drawn += [line(tick, y(UP[0]), tick, y(UP[0]) + 5), text(tick, y(UP[0]) + 20, f"{share:.0%}", anchor="middle")]
+    drawn.append(line(begin, y(UP[0]), end, y(UP[0]), color=INK))
+    planned = sorted((row for row in rows if row["way"] not in WAYS), key=lambda row: row["peak"])
+    path = " L".join("{:.1f} {:.1f}".format(*at(row)) for row in planned)
     drawn.append(f'<path d="M{path}" fill="none" stroke="{GREEN}" stroke-width="2.5"/>')
-    drawn += [dot(x(row), y(row["time_ratio"] - 1), GREEN, 4, f"plan: {told(row)}") for row in planned]
-    for name, ways, color in WAYS:
-        found = [row for row in rows if not row["ours"] and row["way"].startswith(ways)]
-        drawn += [dot(x(row), y(row["time_ratio"] - 1), color, 6, f"{name}: {told(row)}") for row in found]
-    for row in rows:
-        if row["way"] == "eager":
-            drawn.append(dot(x(row), y(0), INK, 6, f"eager: {told(row)}"))
-    return svg([*drawn, *legend()])
+    drawn += [dot(*at(row), GREEN, 4.5, f"plan: {told(row)}") for row in planned]
+    others = [(row, *WAYS[row["way"]]) for row in rows if row["way"] in WAYS]
+    return [*drawn, *(dot(*at(row), color, 6, f"{way}: {told(row)}") for row, way, color in others)]
 
 
 def told(row: dict[str, Any]) -> str:
     """Say what a point is."""
-    return f"{row['peak_bytes'] / 2**20:.1f} MiB, {row['time_ratio'] - 1:+.1%}"
+    return f"{row['peak'] / 2**20:.1f} MiB, {row['over']:+.1%}"
 
 
 def legend() -> list[str]:
     """Say what the colours mean."""
-    entries = [("a plan", GREEN), ("eager", INK), *((name, color) for name, _, color in WAYS)]
-    drawn, at, row = [], LEFT, HEIGHT - 40
-    for name, color in entries:
-        if at + 24 + 7 * len(name) > WIDTH - RIGHT:
-            at, row = LEFT, row + 22
+    drawn, at, row = [], 16.0, HEIGHT - 14
+    for name, color in [("a plan", GREEN), *WAYS.values()]:
         drawn += [dot(at + 6, row - 4, color, 6, name), text(at + 18, row, name)]
-        at += 40 + 6.7 * len(name)
+        at += 30 + 6.3 * len(name)
     return drawn
 
 
