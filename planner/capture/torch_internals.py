@@ -556,7 +556,7 @@ def is_in_torch_func() -> bool:
 
 # Its kernels for training are torch's own only in forms that tracing makes of it.
 _DECOMPOSED = {"aten::native_batch_norm"}
-_COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_COMPOSITE = {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd}
 
 
 @cache
@@ -564,9 +564,7 @@ def _decomposed_by_tracing() -> list[OpOverload]:
     """Return the operators that tracing would replace by others, though eager training has a kernel for them."""
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
     overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p.overloads())
-    return [
-        o for o in overloads if o._schema.name not in _DECOMPOSED and not o.py_kernels.keys().isdisjoint(_COMPOSITE)
-    ]
+    return [o for o in overloads if o._schema.name not in _DECOMPOSED and not _COMPOSITE.isdisjoint(o.py_kernels)]
 
 
 def _upsampled_from(gradient: torch.Tensor, _output_size: Any, input_size: Sequence[int], *_: Any) -> torch.Tensor:

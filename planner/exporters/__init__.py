@@ -150,10 +150,8 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         placement = exporter.place(step)
     except CannotExpressError as error:
         return replace(found, label=Label.UNSUPPORTED, reason=str(error), predicted=None)
-    lost = tuple(_losses(exporter, plan, study))
-    found = replace(
-        found, label=Label.APPROXIMATE, reason=exporter.summary, lost=lost, predicted=step.figures(placement)
-    )
+    lost, figures = tuple(_losses(exporter, plan, study)), step.figures(placement)
+    found = replace(found, label=Label.APPROXIMATE, reason=exporter.summary, lost=lost, predicted=figures)
     return _written(found, exporter, plan, placement)
 
 

@@ -88,17 +88,15 @@ def optimizer_memory(
     copied = [p for p in trainable if master_weights and p.is_floating_point() and p.element_size() == 2]
     master_bytes = sum(round_up(4 * p.numel(), alignment_bytes) for p in copied)
     if name in _OF_BITSANDBYTES:
-        state_bytes, temporary_bytes = _state_of_8_bits([p.numel() for p in trainable], alignment_bytes), 0
+        state_bytes, extra_bytes = _state_of_8_bits([p.numel() for p in trainable], alignment_bytes), 0
     else:
         is_copied = {id(p) for p in copied}
         updated = [_without_data(p, torch.float32 if id(p) in is_copied else p.dtype) for p in trainable]
         make = partial(_OF_TORCH[name], foreach=device_kind == "cuda" and not (one_by_one or name == _ONE_BY_ONE))
-        state_bytes, temporary_bytes = memory_of_step(
+        state_bytes, extra_bytes = memory_of_step(
             make, updated, alignment_bytes=alignment_bytes, device_kind=device_kind
         )
-    return OptimizerMemory(
-        state_bytes=state_bytes, master_bytes=master_bytes, step_bytes=master_bytes + temporary_bytes
-    )
+    return OptimizerMemory(state_bytes=state_bytes, master_bytes=master_bytes, step_bytes=master_bytes + extra_bytes)
 
 
 def memory_of_step(

@@ -160,9 +160,8 @@ class _Builder:
                 room -= problem.costs[cut.step].workspace_bytes
             self.room_bytes.append(room - sum(values[u].size_bytes for u in fixed))
             dominated = {each.value for each in model.dominated if each.reader <= cut.latest}
-            model.held.append(
-                {u: model.nothing if u in dominated else model.column() for u in holdable if u not in fixed}
-            )
+            held = (u for u in holdable if u not in fixed)
+            model.held.append({u: model.nothing if u in dominated else model.column() for u in held})
             seconds = ((o, problem.costs[o].seconds) for o in again)
             model.run_again.append({o: model.column(cost / scale, integer=True) for o, cost in seconds})
             model.begins.append({o: model.column(integer=True) for o in again if o in cut.again})

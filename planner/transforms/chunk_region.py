@@ -196,9 +196,8 @@ class _Growth:
         graph = nx.Graph()
         graph.add_nodes_from(self.splits)
         for reader in self.splits:
-            graph.add_edges_from(
-                (n, reader) for n in reader.all_input_nodes if passes(self.splits, self.forms, n, reader)
-            )
+            sources = (n for n in reader.all_input_nodes if passes(self.splits, self.forms, n, reader))
+            graph.add_edges_from((source, reader) for source in sources)
         return {node: number for number, part in enumerate(nx.connected_components(graph)) for node in part}
 
     def _leads_on(self, node: fx.Node) -> bool:
