@@ -157,5 +157,6 @@ def _smallest(
 
 
 def lowest_plan_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
-    """Return the plan of the lowest peak ever found; a deterministic search ignores earlier ones."""
-    return lowest_known.find(problem) if not limits.deterministic and lowest_known.applies_to(problem) else None
+    """Return the plan of the lowest peak ever found by recompute; a deterministic search ignores earlier ones."""
+    alone = replace(problem, host=None)
+    return lowest_known.find(alone) if not limits.deterministic and lowest_known.applies_to(alone) else None
