@@ -84,7 +84,9 @@ def fused_costs(
     here = replace(spec, bandwidth_bytes_per_second=spec.bandwidth_bytes_per_second / scale)
     priced = dict(zip(indices, RooflineCosts(here).costs(inside), strict=True))
     return tuple(
-        replace(cost, seconds=max(0.0, priced[index].seconds - spec.launch_seconds)) if index in priced else cost
+        replace(cost, seconds=max(0.0, priced[index].seconds - spec.launch_seconds), workspace_bytes=0)
+        if index in priced
+        else cost
         for index, cost in enumerate(costs)
     )
 
