@@ -3,8 +3,9 @@
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
 (:mod:`planner.solving.offload_reduction`); then transfers get time to hide (:mod:`planner.solving.transfer_windows`).
-Plans that only recompute are looked for too. From the best on, single values are offloaded or no longer. Only the
-simulator says what helps.
+Far from the bound, values are chosen that have time and memory for their transfers from the start. Plans that only
+recompute are looked for too. From the best on, single values are offloaded or no longer. Only the simulator says what
+helps.
 """
 
 from __future__ import annotations
@@ -189,13 +190,13 @@ class _OffloadSearch:
 
     def hideable(self, values: Iterable[int]) -> tuple[frozenset[int], tuple[int, ...]]:
         """Choose of values, one after the other, those with time and memory to be under way, whatever is recomputed."""
-        graph, chosen, free_bytes = self.problem.graph, list[int](), tuple[int, ...]()
-        least_bytes = first_run_bytes(graph, self.problem.costs)
+        problem, chosen, free_bytes = self.problem, list[int](), tuple[int, ...]()
+        least_bytes = first_run_bytes(problem.graph, problem.costs)
         for u in values:
-            needed = under_way(self.problem, [*chosen, u])
-            if needed is not None and max(map(add, least_bytes, needed)) <= self.problem.budget_bytes:
-                chosen.append(u)
-                free_bytes = needed
+            tried = [*chosen, u]
+            needed = under_way(problem, tried) if u in first_within(problem, tried) else None
+            if needed is not None and max(map(add, least_bytes, needed)) <= problem.budget_bytes:
+                chosen, free_bytes = tried, needed
         return frozenset(chosen), free_bytes
 
     def flip(self) -> bool:
