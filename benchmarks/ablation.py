@@ -103,6 +103,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "offload_bound": (OFFLOADS, {"solvers.offload_search._OffloadSearch.solved": _value(Answer(None, 0.0))}),
     "transfer windows": (OFFLOADS, {"solvers.offload_search.widened": _second}),
     "room for transfers": (OFFLOADS, {"solvers.offload_search._OffloadSearch.make_room": _value(None)}),
+    "memory under way": (OFFLOADS, {"solvers.offload_search._OffloadSearch.hideable": _value((frozenset(), ()))}),
     "single values": (OFFLOADS, {"solvers.offload_search._OffloadSearch.flip": _value(False)}),
 }  # fmt: skip
 """By name, the cases that a part works on, and what is replaced to switch it off."""

@@ -3,15 +3,18 @@
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
 (:mod:`planner.solving.offload_reduction`); then transfers get time to hide (:mod:`planner.solving.transfer_windows`).
-Plans that only recompute are looked for too. From the best on, single values are offloaded or no longer. Only the
-simulator says what helps.
+Far from the bound, values are chosen that have time and memory for their transfers from the start. Plans that only
+recompute are looked for too. From the best on, single values are offloaded or no longer. Only the simulator says what
+helps.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
+from operator import add
 
 from planner import solvers
 from planner.common.limits import Clock, SolveLimits
@@ -19,12 +22,13 @@ from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
+from planner.ir.simulator import Evaluation
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, minimise
 from planner.solving.offload_bound import OffloadCut, build
 from planner.solving.offload_reduction import OffloadReduction
-from planner.solving.peak_bounds import lowest_schedule, proven_lowest
-from planner.solving.transfer_windows import widened
+from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, proven_lowest
+from planner.solving.transfer_windows import under_way, widened
 
 _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
@@ -41,6 +45,9 @@ _SECONDS_PER_RUN = 1e-4
 
 _LINK_SHARES = (0.85, 0.6, 0.35)
 """Of the link's rate, for choices of fewer values."""
+
+_FAR = 0.03
+"""So far from the bound, as a share of the step, values are looked for that have memory while they are under way."""
 
 _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for a plan without offload, and then for the most promising choice of values, and for
@@ -82,7 +89,7 @@ class _OffloadSearch:
         self.host = incumbent.problem.host
         self.clock: Clock = effort.clock()
         self.movable = ranked(self.problem)
-        self.tried: set[tuple[frozenset[int], int, float]] = set()
+        self.tried: set[tuple[frozenset[int], tuple[int, ...]]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else max(ENOUGH, effort.enough) * self.problem.baseline.seconds
         known = incumbent.schedule.offloads if incumbent.schedule is not None else ()
@@ -94,24 +101,23 @@ class _OffloadSearch:
         if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
             raise _infeasible(self.incumbent, self.host, proven=True)
         if near:  # before the programmes of the cuts, and with room to hide first: little time may be left
-            for spare_bytes in (self.largest_bytes(near), 0):
-                self.attempt(near, spare_bytes=spare_bytes, share=_FIRST_SHARE)
+            for free_bytes in (self.free(near), ()):
+                self.attempt(near, free_bytes, _FIRST_SHARE)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
-        found = sorted(((*self.choose(step), step) for step in cuts), key=lambda choice: -choice[0])
-        chosen = [values for _, values, _ in found]
-        everything = first_within(problem, self.movable)
+        _, chosen, step = max(((*self.choose(step), step) for step in cuts), key=lambda choice: choice[0])
         if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left
-            self.attempt(frozenset(), share=_FIRST_SHARE)
-        self.attempt(chosen[0], share=_FIRST_SHARE)
+            self.attempt(frozenset(), (), _FIRST_SHARE)
+        self.attempt(chosen, (), _FIRST_SHARE)
         self.make_room()
+        for order in (sorted(chosen), sorted(self.movable, key=lambda u: graph.values[u].size_bytes)):
+            if not self.is_over() and not self.incumbent.is_closed(_FAR * problem.baseline.seconds):
+                self.attempt(*self.hideable(order))
         for share in _LINK_SHARES:
             if not self.is_over():
-                self.attempt(self.choose(found[0][2], share)[1])
-        for values in (*chosen[1:], everything):
-            self.attempt(values)
+                self.attempt(self.choose(step, share)[1])
         if self.incumbent.schedule is None:
-            self.offer(lowest_offloading(problem, everything))
-            self.best = chosen[0]
+            self.offer(lowest_offloading(problem, first_within(problem, self.movable)))
+            self.best = chosen
         else:
             self.make_room()
         while not self.is_over() and self.flip():
@@ -142,12 +148,10 @@ class _OffloadSearch:
         self.clock.work(len(cut.model.rows) * _LP_SECONDS_PER_ROW)
         return minimise(cut.model, relax=True)
 
-    def attempt(
-        self, values: frozenset[int], *, spare_bytes: int = 0, price: float = 1e-3, share: float = _TRIAL_SHARE
-    ) -> bool:
+    def attempt(self, values: frozenset[int], free_bytes: tuple[int, ...] = (), share: float = _TRIAL_SHARE) -> bool:
         """Plan the recompute around some offloaded values; return whether that improves the incumbent."""
-        asked = OffloadReduction(self.problem, values, spare_bytes=spare_bytes, price=price)
-        trial = (values, spare_bytes, price)
+        asked = OffloadReduction(self.problem, values, free_bytes)
+        trial = (values, free_bytes)
         if trial in self.tried or asked.problem.budget_bytes <= 0 or self.is_over():
             return False
         self.tried.add(trial)
@@ -159,29 +163,41 @@ class _OffloadSearch:
         except InfeasibleBudgetError:
             return False
         self.clock.work(len(found.schedule.order) * _SECONDS_PER_RUN)
-        before = self.incumbent.schedule
-        self.offer(widened(self.problem, asked.invert(found.schedule)))
-        now = self.incumbent.schedule
-        if now is None or now is before:
+        return self.offer(widened(self.problem, asked.invert(found.schedule)))
+
+    def offer(self, schedule: Schedule) -> bool:
+        """Make a schedule the incumbent, if it is better; return whether it is."""
+        if self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
+            self.incumbent.update(schedule, OffloadSearchSolver.name)
+        if self.incumbent.schedule is not schedule:
             return False
-        self.best = frozenset(offload.value for offload in now.offloads)
+        self.best = frozenset(offload.value for offload in schedule.offloads)
         return True
 
-    def offer(self, schedule: Schedule | None) -> None:
-        if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
-            self.incumbent.update(schedule, OffloadSearchSolver.name)
-
-    def largest_bytes(self, values: Iterable[int]) -> int:
-        return max((self.problem.graph.values[u].size_bytes for u in values), default=0)
+    def free(self, values: frozenset[int], times: int = 1) -> tuple[int, ...]:
+        """Return some times the size of the largest value, for each operation."""
+        largest_bytes = max((self.problem.graph.values[u].size_bytes for u in values), default=0)
+        return (times * largest_bytes,) * len(self.problem.graph.operations)
 
     def make_room(self) -> None:
-        """Where operations wait for transfers, reserve some budget for values in flight, or price the transfers."""
-        largest = self.largest_bytes(self.best)
-        for spare_bytes, price in ((largest, 1e-3), (2 * largest, 1e-3), (4 * largest, 1e-3), (0, 0.3), (0, 1.0)):
+        """Where operations wait for transfers, leave some of the budget free for values that are under way."""
+        best = self.best
+        for times in (1, 2, 4):
             schedule = self.incumbent.schedule
             if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
                 return
-            self.attempt(self.best, spare_bytes=spare_bytes, price=price)
+            self.attempt(self.best, self.free(best, times))
+
+    def hideable(self, values: Iterable[int]) -> tuple[frozenset[int], tuple[int, ...]]:
+        """Choose of values, one after the other, those with time and memory to be under way, whatever is recomputed."""
+        problem, chosen, free_bytes = self.problem, list[int](), tuple[int, ...]()
+        least_bytes = first_run_bytes(problem.graph, problem.costs)
+        for u in values:
+            tried = [*chosen, u]
+            needed = under_way(problem, tried) if u in first_within(problem, tried) else None
+            if needed is not None and max(map(add, least_bytes, needed)) <= problem.budget_bytes:
+                chosen, free_bytes = tried, needed
+        return frozenset(chosen), free_bytes
 
     def flip(self) -> bool:
         """Offload one value more or less (in small graphs also two); return whether that improved the incumbent."""
@@ -231,26 +247,18 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
     """Return the error for the budget that is too small: the host's if more host memory would help."""
     problem = incumbent.problem
     values = ranked(problem)
-    smallest: int | None = None
-    low, high = 0, len(values)
-    if problem.evaluate(lowest_offloading(problem, values)).peak_bytes > problem.budget_bytes:
-        high = -1  # no amount of host memory is known to do
-    while low <= high:
-        count = (low + high) // 2
-        schedule = lowest_offloading(problem, values[:count])
-        evaluation = problem.evaluate(schedule)
-        if evaluation.peak_bytes <= problem.budget_bytes:
-            smallest = evaluation.host_bytes if smallest is None else min(smallest, evaluation.host_bytes)
-            high = count - 1
-        else:
-            low = count + 1
+
+    def lowest(count: int) -> Evaluation:
+        return problem.evaluate(lowest_offloading(problem, values[:count]))
+
+    least = lowest(bisect_left(range(len(values)), True, key=lambda n: lowest(n).peak_bytes <= problem.budget_bytes))
     incumbent.update(lowest_offloading(problem, first_within(problem, values)), OffloadSearchSolver.name)
     error = incumbent.infeasible(proven=proven)
-    if smallest is None or smallest <= host.budget_bytes:
+    if least.peak_bytes > problem.budget_bytes or least.host_bytes <= host.budget_bytes:
         return error
     return HostBudgetError(
-        f"no plan was found within {host.budget_bytes} bytes of the host's memory; one is known for {smallest}",
-        host_budget_bytes=smallest,
+        f"no plan was found within {host.budget_bytes} bytes of the host's memory; one is known for {least.host_bytes}",
+        host_budget_bytes=least.host_bytes,
         minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes,
         operation=error.operation,
         is_proven=proven,

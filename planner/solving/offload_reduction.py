@@ -57,16 +57,21 @@ class Reduction:
 class OffloadReduction(Reduction):
     """A ``real`` problem with a host, and its reduction to recompute alone (``problem``).
 
-    In it the chosen values can be fetched, and cannot be recomputed. So many bytes of the budget are to be left free
-    for values that are under way. The price is what a second of transfer costs, in seconds of computing: next to
-    nothing if it hides, 1 if it does not.
+    In it the chosen values can be fetched, at next to no cost, and cannot be recomputed. So many bytes of the budget
+    are to be left free from the first run of each operation to that of the next, for values that are under way.
     """
 
-    def __init__(self, problem: Problem, chosen: Iterable[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
+    def __init__(self, problem: Problem, chosen: Iterable[int], free_bytes: Sequence[int] = ()) -> None:
         assert problem.host is not None
         super().__init__(problem)
         self.host, self.chosen = problem.host, frozenset(chosen)
+        always_bytes, held = min(free_bytes, default=0), tuple[int, ...]()
         for index, (operation, cost) in enumerate(zip(problem.graph.operations, problem.costs, strict=True)):
+            if free_bytes and free_bytes[index] - always_bytes != sum(self.values[u].size_bytes for u in held):
+                freed, held = held, (self.add_value(f"free at {index}", free_bytes[index] - always_bytes),)
+                for inputs, outputs in ((freed, ()), ((), held)):  # left out again, as all first fetches are
+                    moment = replace(operation, inputs=inputs, outputs=outputs, recomputable=False, state_bytes=0)
+                    self.add(moment, OperationCost(seconds=0.0), -1)
             moved = [u for u in operation.outputs if u in self.chosen]
             stays = (u for u in operation.outputs if u not in moved)
             tickets = list(map(self.add_ticket, moved))
@@ -74,9 +79,9 @@ class OffloadReduction(Reduction):
             made = replace(operation, outputs=(*stays, *tickets))
             self.add(made, replace(cost, workspace_bytes=bytes_beside), index)
             for u, ticket in zip(moved, tickets, strict=True):
-                seconds = price * self.host.seconds(self.values[u].size_bytes)
+                seconds = 1e-3 * self.host.seconds(self.values[u].size_bytes)  # next to nothing, since it is to hide
                 self.add_fetch(u, ticket, u, seconds, phase=operation.phase, region=operation.region)
-        self.problem = self.posed(problem.budget_bytes - spare_bytes)
+        self.problem = self.posed(problem.budget_bytes - always_bytes)
 
     def invert(self, schedule: Schedule) -> Schedule:
         """Translate a schedule of the reduced problem into one of the real problem."""
@@ -96,10 +101,10 @@ class OffloadReduction(Reduction):
         begins = []
         again = False
         for position, index in enumerate(schedule.order):
-            is_first = first[index] == position
-            if self.stands_for[index] >= 0:
+            is_first, is_fetch = first[index] == position, self.stands_for[index] < 0
+            if not is_fetch:
                 again = not is_first
-            begins.append(is_first and not (again and self.stands_for[index] < 0))
+            begins.append(is_first and not (again and is_fetch and self.operations[index].recomputable))
         steps: list[int] = []
         for index, begin in zip(reversed(schedule.order), reversed(begins), strict=True):
             step = self.stands_for[index]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, between_units
@@ -120,3 +122,30 @@ class _Windows:
                 self.live[at] += self.size[u]
             returns[u].append(at)
         self.now = {u: replace(offload, returns=tuple(returns[u])) for u, offload in self.now.items()}
+
+
+def under_way(problem: Problem, values: Collection[int]) -> tuple[int, ...] | None:
+    """Return the bytes that are being sent or fetched while each operation runs, if none waits for that.
+
+    Each value is away where it is not used for longest, and everything runs once. None if one has no time to be away.
+    """
+    assert problem.host is not None
+    graph, host = problem.graph, problem.host
+    begin = [*accumulate((cost.first_seconds for cost in problem.costs), initial=0.0)]
+    uses = {u: (graph.producer[u], *graph.readers[u]) for u in values}
+    away = {u: max(pairwise(uses[u]), key=lambda two: begin[two[1]] - begin[two[0] + 1]) for u in values}
+    change = [0] * len(begin)
+    sent: dict[int, int] = {}
+    until = 0.0
+    for u in sorted(values, key=lambda u: (uses[u], u)):
+        until = max(until, begin[uses[u][0] + 1]) + host.seconds(graph.values[u].size_bytes)
+        sent[u] = max(away[u][0] + 1, bisect_left(begin, until))
+    until = begin[-1]
+    for u in sorted(values, key=lambda u: (away[u][1], u), reverse=True):
+        until = min(until, begin[away[u][1]]) - host.seconds(graph.values[u].size_bytes)
+        fetched = bisect_right(begin, until) - 1
+        if fetched < sent[u]:
+            return None
+        for at, sign in ((away[u][0] + 1, 1), (sent[u], -1), (fetched, 1), (away[u][1], -1)):
+            change[at] += sign * graph.values[u].size_bytes
+    return tuple(accumulate(change[:-1]))

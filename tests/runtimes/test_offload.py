@@ -123,15 +123,15 @@ def test_without_a_host_nothing_can_be_offloaded():
 
 
 @settings(max_examples=120, deadline=None)
-@example(seed=1256, share=0.9, rate=1.0)  # two come back at once, and the second in the graph is read first
+@example(seed=1256, share=0.9, rate=1.0, free=())  # two come back at once, and the second in the graph is read first
 @given(
     seed=st.integers(0, 10_000), share=st.sampled_from([0.5, 0.6, 0.7, 0.75, 0.85, 0.9]),
-    rate=st.sampled_from([0.3, 1.0, 5.0]),
+    rate=st.sampled_from([0.3, 1.0, 5.0]), free=st.sampled_from([(), (0, 2) * 50, (1, 3, 3) * 50]),
 )  # fmt: skip
-def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float):
+def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float, free: tuple[int, ...]):
     """Carry a mixed schedule out on a set of what is there, value by value."""
     problem = posed(share, replace(LINK, bytes_per_second=rate), seed)
-    asked = OffloadReduction(problem, problem.host.movable(problem.graph))
+    asked = OffloadReduction(problem, problem.host.movable(problem.graph), free)
     try:
         found = solvers.get("sqrt").solve(asked.problem, effort=solvers.SolveLimits())
     except InfeasibleBudgetError:
