@@ -137,9 +137,7 @@ def _seen(
 
 def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
     if is_profiled():
-        warnings.warn(
-            "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
-        )
+        warnings.warn("a profiler is running, so hidden workspace cannot be measured: wrap before it", stacklevel=2)
         return
     made: dict[int, tuple[int, Run]] = {}
     with record() as recording:

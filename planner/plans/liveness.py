@@ -71,12 +71,10 @@ def alive_at(
 
 def _alive(operation: Operation, kind: str, size_bytes: int, key: str = "") -> AliveTensors:
     """Describe a live output of an operation; of joined operations, of the one with this key."""
-    module, target = operation.module, operation.target
+    module, target, source = operation.module, operation.target, operation.source
     if key and key != operation.key:
         module, target = named_by(key)
-    return AliveTensors(
-        count=1, size_bytes=size_bytes, kind=kind, operation=target, module=module, source=operation.source
-    )
+    return AliveTensors(count=1, size_bytes=size_bytes, kind=kind, operation=target, module=module, source=source)
 
 
 def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:

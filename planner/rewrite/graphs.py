@@ -106,11 +106,9 @@ def extract_fwd_bwd(
     tensors = saved[: len(saved) - len(of_numbers)]
     for taken in reversed([*(taken for _, taken in (*of_numbers, *tensors)), *tangents]):
         next(iter(backward.graph.nodes)).prepend(taken)
-    root = lowered.joint.module
-    return (
-        fx.GraphModule(root, forward.graph, "PlannedForward"),
-        fx.GraphModule(root, backward.graph, "PlannedBackward"),
-    )
+    halves = (forward.graph, "PlannedForward"), (backward.graph, "PlannedBackward")
+    planned_forward, planned_backward = (fx.GraphModule(lowered.joint.module, *half) for half in halves)
+    return planned_forward, planned_backward
 
 
 def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:

@@ -29,16 +29,14 @@ from planner.errors import RuntimeUnsupportedError
 
 def offload(tensor: torch.Tensor, size_bytes: int | None = None) -> torch.Tensor:
     """Begin to copy a tensor's storage, or so many bytes from its first on, to the host; give the place for it."""
-    device, offset, first = tensor.device, tensor.storage_offset(), 0
+    device, first = tensor.device, 0 if size_bytes is None else tensor.storage_offset()
     if size_bytes is None:  # all of its storage, whatever of it the tensor shows
         size_bytes = tensor.untyped_storage().nbytes()
-    else:
-        offset, first = 0, offset
     of = tensor.as_strided((size_bytes // tensor.itemsize,), (1,), first)
     is_beside = _copies_beside(device)
     place = POOL.take(size_bytes, tensor.dtype, pinned=is_beside)
     record = POOL.record(place)
-    record.layout = (tensor.size(), tensor.stride(), offset)
+    record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset() - first)
     record.device = device
     if is_beside:
         record.copy(place, of, _streams(device)[0])

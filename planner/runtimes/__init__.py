@@ -108,7 +108,5 @@ def get(name: str) -> RuntimePlugin:
     check(name)
     runtime = getattr(importlib.import_module(f"{__name__}.{name}"), "RUNTIME", None)
     if not isinstance(runtime, RuntimePlugin) or runtime.name != name:
-        raise TypeError(
-            f"planner/runtimes/{name}.py defines no RUNTIME of that name with the attributes of RuntimePlugin"
-        )
+        raise TypeError(f"planner/runtimes/{name}.py has no RUNTIME of that name with the attributes of RuntimePlugin")
     return runtime

@@ -147,10 +147,8 @@ class LateGradients:
             for generator, then in zip(_generators(), generators or (), strict=False):
                 generator.set_state(then.get_state())
             again = self.graph_module(*copies)
-            found = torch.autograd.grad(
-                [again[p] for p, _ in arrived], wanted, [g for _, g in arrived], allow_unused=True
-            )
-        result = iter(found)
+            outputs, given = [again[p] for p, _ in arrived], [g for _, g in arrived]
+            result = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         return [next(result) if _is_wanted(x) else None for x in copies]
 
 

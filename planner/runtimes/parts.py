@@ -297,9 +297,8 @@ def plan_parts(
         blocks = {path: block for path, block in found.items() if _has_choice(block)}
         if not blocks:
             why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
-            raise CaptureError(
-                f"no module of {type(model).__name__} that can be captured leaves anything to choose{why}"
-            )
+            kind = type(model).__name__
+            raise CaptureError(f"no module of {kind} that can be captured leaves anything to choose{why}")
         step = lower_around(followed, blocks, inputs, options)
     lowered, blocks = step.lowered, step.units
     if followed.checkpoints:

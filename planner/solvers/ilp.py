@@ -226,9 +226,8 @@ class _StepCutSearch:
             bound = tree.bound(self.cutoff)
             if math.isinf(bound):
                 raise self.incumbent.infeasible(proven=True)
-            self.incumbent.raise_bound(
-                (bound if leaf is None else exact_optimum(model, leaf.columns, bound)) * self.scale
-            )
+            exact = bound if leaf is None else exact_optimum(model, leaf.columns, bound)
+            self.incumbent.raise_bound(exact * self.scale)
             if leaf is not None or self.is_over():
                 break
             leaf = tree.branch(self.cutoff)

@@ -181,12 +181,11 @@ class _OffloadSearch:
 
     def make_room(self) -> None:
         """Where operations wait for transfers, leave some of the budget free for values that are under way."""
-        best = self.best
-        for times in (1, 2, 4):
+        for free_bytes in [self.free(self.best, times) for times in (1, 2, 4)]:
             schedule = self.incumbent.schedule
             if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
                 return
-            self.attempt(self.best, self.free(best, times))
+            self.attempt(self.best, free_bytes)
 
     def hideable(self, values: Iterable[int]) -> tuple[frozenset[int], tuple[int, ...]]:
         """Choose of values, one after the other, those with time and memory to be under way, whatever is recomputed."""

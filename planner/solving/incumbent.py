@@ -90,9 +90,8 @@ class Incumbent:
         """Return the best plan as a claim, or raise the error of :meth:`infeasible` if there is none."""
         if self.schedule is None:
             raise self.infeasible(what=what)
-        return Solution.simulated(
-            self.evaluation, self.schedule, self.solver, lower_bound_seconds=self.lower_bound_seconds
-        )
+        bound_seconds = self.lower_bound_seconds
+        return Solution.simulated(self.evaluation, self.schedule, self.solver, lower_bound_seconds=bound_seconds)
 
     def infeasible(self, *, what: str = "", proven: bool = False) -> InfeasibleBudgetError:
         """Return the error that no plan keeps the budget, or that none was found."""
