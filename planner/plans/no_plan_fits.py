@@ -15,27 +15,27 @@ from planner.plans.ordering import in_orders_tried, lowest_plan_known
 from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
 from planner.plans.policy_reduction import decided_operations
 from planner.solvers.auto import AutoSolver
+from planner.solvers.offload_search import first_within, lowest_offloading, ranked
 from planner.solving import lowest_known
 from planner.solving.modules.ilp import lowest_choice
-from planner.solving.peak_bounds import lowest_peak, proven_lowest
+from planner.solving.peak_bounds import proven_lowest
 
 
 def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
     """Return the error of a budget that resident memory, or the optimizer's step, exceeds."""
-    floor = lowest_peak(problem)
-    lowest_bytes, operation, lowest = floor.found_peak_bytes, floor.found_operation, None
     found = [known] if (known := lowest_plan_known(problem, search)) is not None else []
     if problem.regions is not None:
         found.insert(0, lowest_choice(problem, search.clock()))
-    elif problem.host is None:
-        found.insert(0, AutoSolver().lowest(problem, effort=search, progress=search.progress))
-    if found:
-        lowest = min(found, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
-        lowest = lowest if search.deterministic else lowest_known.lower(problem, lowest)
-        evaluation = problem.evaluate(lowest)
-        lowest_bytes = evaluation.peak_bytes
-        operation = problem.graph.operations[lowest.order[evaluation.peak_position]].name
-    before_bytes = lowest_bytes + problem.graph.total_static_bytes
+    else:
+        alone = replace(problem, host=None)
+        found.insert(0, AutoSolver().lowest(alone, effort=search, progress=search.progress))
+    if problem.host is not None:  # within its memory: a ViT-L was promised 21 GB that take hundreds of it
+        found.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
+    lowest = min(found, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
+    lowest = lowest if search.deterministic else lowest_known.lower(problem, lowest)
+    evaluation = problem.evaluate(lowest)
+    operation = problem.graph.operations[lowest.order[evaluation.peak_position]].name
+    before_bytes = evaluation.peak_bytes + problem.graph.total_static_bytes
     return InfeasibleBudgetError(
         f"{why} breaks the budget",
         minimum_feasible_peak_bytes=max(after_bytes, before_bytes),

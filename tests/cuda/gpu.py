@@ -23,9 +23,7 @@ FAKE = "FAKECUDA" in os.environ
 def required() -> None:
     """Skip the test module that is being imported where there is no CUDA."""
     if not torch.cuda.is_available():
-        pytest.skip(
-            "needs a GPU, or a CUDA build of torch under tests/cuda/fakecuda: make cuda", allow_module_level=True
-        )
+        pytest.skip("needs a GPU, or a CUDA build under tests/cuda/fakecuda: make cuda", allow_module_level=True)
 
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

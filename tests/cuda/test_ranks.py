@@ -51,9 +51,7 @@ def train(rank: int, kind: str, backend: str, folder: str) -> None:
         if number >= MICRO_BATCHES:
             allocated_bytes = torch.cuda.max_memory_allocated()
             assert allocated_bytes <= plan.budget_bytes
-            assert plan.reserved is not None and allocated_bytes == pytest.approx(
-                plan.reserved.allocated_bytes, rel=0.01
-            )
+            assert plan.reserved and allocated_bytes == pytest.approx(plan.reserved.allocated_bytes, rel=0.01)
             assert torch.cuda.memory_stats()["requested_bytes.all.peak"] == pytest.approx(plan.peak_bytes, rel=1e-3)
         if sends:
             trained.zero_grad()

@@ -149,9 +149,8 @@ def test_an_infeasible_budget_names_one_that_is_feasible(budget: int | str) -> N
     assert report["proven_minimum_peak_bytes"] > report["budget_bytes"]
     assert set(report["peak_at"]) >= {"operation", "module", "source"}
 
-    smallest = make_plan(
-        GRAPH, COSTS, budget=error.minimum_feasible_peak_bytes, time_limit_seconds=1
-    )  # sqrt may not reach it
+    # sqrt may not reach it
+    smallest = make_plan(GRAPH, COSTS, budget=error.minimum_feasible_peak_bytes, time_limit_seconds=1)
     assert smallest.peak_bytes <= error.minimum_feasible_peak_bytes
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cost_models
 import planner
 from planner import solvers
-from planner.common.options import grouped
+from planner.common.options import Search, grouped
 from planner.errors import (
     HostBudgetError,
     InfeasibleBudgetError,
@@ -30,6 +30,7 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import Copy, FetchedCopy, lifetimes, simulate
 from planner.plans.device_file import load, save
+from planner.plans.no_plan_fits import too_little
 from planner.plans.offload import with_offloads
 from planner.plans.plan import NoPlanFitsError
 from planner.report import render
@@ -180,6 +181,15 @@ def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
     known_bytes = caught.value.minimum_feasible_peak_bytes - graph.total_static_bytes
     assert caught.value.is_proven and known_bytes < whole_bytes
     assert solvers.solve(replace(problem, budget_bytes=known_bytes), time_limit_seconds=1).peak_bytes <= known_bytes
+
+
+def test_a_budget_below_what_is_resident_is_told_one_for_which_the_host_has_memory():
+    graph, costs = transformer(2)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, budget_bytes=2**20))
+    error = too_little(problem, Search(time_limit_seconds=1), "what is resident")
+    found = problem.evaluate(error.lowest)
+    assert found.peak_bytes == error.minimum_feasible_peak_bytes - graph.total_static_bytes
+    assert found.host_bytes <= 2**20
 
 
 def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
