@@ -135,9 +135,8 @@ def test_all_agree_on_what_the_blocks_are(name: str) -> None:
     args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
     found: dict[str, list[str]] = {}
     for runtime in ("graph", "modules"):
-        study = planner.study(
-            model, planner.Inputs.of(*args, kwargs), **grouped(runtime=runtime, cost_model="roofline")
-        )
+        options = grouped(runtime=runtime, cost_model="roofline")
+        study = planner.study(model, planner.Inputs.of(*args, kwargs), **options)
         found[runtime] = list(find_layers(study.graph).blocks)
     found["regional"] = list(Step(model, Inputs(args, kwargs)).find_blocks())
     assert found == dict.fromkeys(found, CASES[name].blocks)

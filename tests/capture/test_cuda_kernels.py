@@ -125,9 +125,7 @@ class Attention(nn.Module):
         self.dropout, self.masked = dropout, masked
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            part.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for part in self.mix(x).chunk(3, dim=-1)
-        )
+        query, key, value = (part.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for part in self.mix(x).chunk(3, -1))
         # A window: a causal mask would become a flag.
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(-4) if self.masked else None
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=self.dropout)

@@ -257,9 +257,8 @@ def test_a_wrapped_model_can_be_checked():
 
 
 def test_the_worst_comes_first():
-    found = checked(
-        Trained(frozen(linear()), linear(), Region(nn.BatchNorm1d(8), nn.Dropout(), preserve_rng_state=False))
-    )
+    region = Region(nn.BatchNorm1d(8), nn.Dropout(), preserve_rng_state=False)
+    found = checked(Trained(frozen(linear()), linear(), region))
     severities = [finding.severity for finding in found.findings]
     assert severities == sorted(severities, key=list(Severity).index)
     assert len(found.problems) + len(found.notes) == len(found.findings)

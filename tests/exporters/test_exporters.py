@@ -331,9 +331,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     made = planner.export(plan, to="huggingface", study=study)
     assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 3
     checkpointed = run(made)["checkpoint_layers"](copy.deepcopy(model))
-    flagged = [
-        name for name, module in checkpointed.named_modules() if getattr(module, "gradient_checkpointing", False)
-    ]
+    flagged = [name for name, part in checkpointed.named_modules() if getattr(part, "gradient_checkpointing", False)]
     assert flagged == list(made.modules)
     assert checkpointed.is_activation_checkpointing
     assert_same(left_by(model, inputs), left_by(checkpointed, inputs))
