@@ -379,7 +379,7 @@ class _Emitter:
 def _run_with_state(kind: str, state: torch.Tensor, called: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator from a saved random state, as torch's higher-order operator does.
 
-    That one takes 25 us; with its twin in the forward 120 us inside a step, which leaves little of it in caches.
+    That one takes 25 us; with its twin in the forward over 100 us inside a step, which leaves little of it in caches.
     """
     now = _random(kind).get_rng_state()
     _random(kind).set_rng_state(state)

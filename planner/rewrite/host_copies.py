@@ -123,7 +123,7 @@ class _Record:
     layout: tuple[Any, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lease: Any = None
-    """Calls back when the place goes; ``weakref.finalize`` took three times as long."""
+    """Calls back when the place goes; ``weakref.finalize`` took 1 of the 17 us that a value cost."""
     moving: torch.Tensor | None = None
     """Keeps the memory on the device that the copy is of from others, should a step break off."""
 
