@@ -355,7 +355,7 @@ class _Emitter:
 
     def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
         if not self.lowered.is_compiled:
-            self.states[index] = self._call(_state_meta(node), _random(_drawn(node).device.type).get_rng_state)
+            self.states[index] = self._call(_state_meta(node), _random_state, _drawn(node).device.type)
             return self.graph.node_copy(node, self.resolve)
         pair = self._call_by(run_and_save_rng_state, node)
         self.states[index] = self._call(_state_meta(node), operator.getitem, pair, 0)
@@ -381,11 +381,17 @@ def _run_with_state(kind: str, state: torch.Tensor, called: Any, *args: Any, **k
 
     That one takes 25 us; with its twin in the forward over 100 us inside a step, which leaves little of it in caches.
     """
-    now = _random(kind).get_rng_state()
+    now = _random_state(kind)
     _random(kind).set_rng_state(state)
     result = called(*args, **kwargs)
     _random(kind).set_rng_state(now)
     return result
+
+
+def _random_state(kind: str) -> torch.Tensor:
+    """Return the random state of a kind of device; a graph that calls torch's own function runs above autograd."""
+    state: torch.Tensor = _random(kind).get_rng_state()
+    return state
 
 
 def _random(kind: str) -> Any:

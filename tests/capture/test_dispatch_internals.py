@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import planner
+from planner.capture import torch_internals
 from planner.capture.planned_graph_internals import below_autograd
 from planner.capture.torch_internals import boxed
 from tests.models import Layers
@@ -118,12 +119,22 @@ def test_writes_are_counted_where_autograd_asks() -> None:
         output.mul_(2).sum().backward()
 
 
-def test_functions_that_are_no_operators_count_as_giving_what_they_take() -> None:
+@pytest.mark.parametrize(("function", "below"), [(nullcontext, nullcontext), (below_autograd, BELOW_AUTOGRAD)])
+def test_functions_that_are_no_operators_count_as_giving_what_they_take(function: Any, below: Any) -> None:
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(nullcontext, (x,)),))
-    assert below_autograd(graph) is nullcontext
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(below_autograd, (x,)),))
-    assert below_autograd(graph) is BELOW_AUTOGRAD
+    graph.output((graph.call_function(function, (graph.placeholder("x"),)),))
+    assert below_autograd(graph) is below
+
+
+def test_dropout_and_offload_leave_a_graph_below_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own function for the random state in a graph let all of it run through autograd's kernels."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch_internals, "below_autograd", lambda graph: seen.append(below_autograd(graph)) or seen[-1])
+    does = {"gelu": "offload", "native_dropout": "recompute"}
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(), nn.Linear(512, 512)), torch.randn(512, 512)
+    policy = lambda operation: does.get(operation.name)  # noqa: E731
+    planner.auto_wrap(model, x, budget="100%", runtime="graph", offload=True, policy=policy)
+    model(x).sum().backward()
+    plan = planner.plan_of(model)
+    assert plan.recomputations and plan.offloading is not None
+    assert seen == [BELOW_VIEWS] * 2
