@@ -114,9 +114,7 @@ class EngineSums:
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Follow the backward of some outputs."""
         made_by: list[Any] = [output.grad_fn for output in outputs]
-        for node in filter(
-            None, sources(made_by, lambda node: [each for each, _ in node.next_functions] if node else ())
-        ):
+        for node in filter(None, sources(made_by, lambda of: [each for each, _ in of.next_functions] if of else ())):
             if takes_boxed_gradients(node):
                 # A hook would hold the gradients while it runs. What it runs is called by Python, so it is between.
                 self._is_between = True

@@ -168,9 +168,7 @@ def _shared_by_layers(one: Any, local: torch.Tensor) -> torch.Tensor:
     attribute = "_unsharded_dtensor_spec" if hasattr(one, "_unsharded_dtensor_spec") else "_tp_spec"  # up to torch 2.12
     spec = getattr(one, attribute)
     with torch.no_grad():
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+        return DTensor.from_local(local, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
 
 
 def _owner(hook: Any) -> FSDPState | None:

@@ -82,8 +82,7 @@ def written_and_shown(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     if isinstance(target, HigherOrderOperator):
         return [], []
     if not isinstance(target, OpOverload):
-        has_own_memory = getattr(target, "__module__", "").startswith("planner.rewrite.")
-        return [], [] if has_own_memory else node.all_input_nodes
+        return [], [] if getattr(target, "__module__", "").startswith("planner.rewrite.") else node.all_input_nodes
     schema = target._schema
     shows = any(result.alias_info is not None for result in schema.returns)
     written: list[fx.Node] = []

@@ -91,11 +91,9 @@ def optimizer_memory(
         state_bytes, extra_bytes = _state_of_8_bits([p.numel() for p in trainable], alignment_bytes), 0
     else:
         is_copied = {id(p) for p in copied}
-        updated = [_without_data(p, torch.float32 if id(p) in is_copied else p.dtype) for p in trainable]
+        given = [_without_data(p, torch.float32 if id(p) in is_copied else p.dtype) for p in trainable]
         make = partial(_OF_TORCH[name], foreach=device_kind == "cuda" and not (one_by_one or name == _ONE_BY_ONE))
-        state_bytes, extra_bytes = memory_of_step(
-            make, updated, alignment_bytes=alignment_bytes, device_kind=device_kind
-        )
+        state_bytes, extra_bytes = memory_of_step(make, given, alignment_bytes=alignment_bytes, device_kind=device_kind)
     return OptimizerMemory(state_bytes=state_bytes, master_bytes=master_bytes, step_bytes=master_bytes + extra_bytes)
 
 

@@ -388,10 +388,9 @@ def _run_with_state(kind: str, state: torch.Tensor, called: Any, *args: Any, **k
     return result
 
 
-def _random_state(kind: str) -> torch.Tensor:
+def _random_state(kind: str) -> Any:
     """Return the random state of a kind of device; a graph that calls torch's own function runs above autograd."""
-    state: torch.Tensor = _random(kind).get_rng_state()
-    return state
+    return _random(kind).get_rng_state()
 
 
 def _random(kind: str) -> Any:

@@ -256,8 +256,8 @@ def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> In
     # Each is a search of its own: nine of them took 6 s of the first step of a ViT-B, to find that none helps.
     if len(within) == len(values) or lowest(len(values)).peak_bytes > problem.budget_bytes:
         return error
-    least = lowest(bisect_left(range(len(values)), True, key=lambda n: lowest(n).peak_bytes <= problem.budget_bytes))
-    if least.host_bytes <= host.budget_bytes:
+    enough = bisect_left(range(len(values)), True, key=lambda n: lowest(n).peak_bytes <= problem.budget_bytes)
+    if (least := lowest(enough)).host_bytes <= host.budget_bytes:
         return error
     return HostBudgetError(
         f"no plan was found within {host.budget_bytes} bytes of the host's memory; one is known for {least.host_bytes}",

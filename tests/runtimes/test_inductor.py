@@ -208,9 +208,7 @@ def test_what_was_drafted_ahead_of_a_call_is_drafted_once(rows: int, count: int,
 def test_eager_kernels_run_where_code_was_not_drafted(monkeypatch: pytest.MonkeyPatch):
     def altered(*arguments: Any) -> list[Draft]:
         *given, is_enough = arguments
-        return draft_with_inductor(
-            *given, lambda drafts: is_enough([replace(d, source=d.source + "\n") for d in drafts])
-        )
+        return draft_with_inductor(*given, lambda made: is_enough([replace(d, source=d.source + "\n") for d in made]))
 
     monkeypatch.setattr("planner.runtimes.inductor.draft_with_inductor", altered)
     model, x = nn.Linear(4, 4), torch.ones(2, 4)

@@ -25,9 +25,7 @@ class Attention(Layers, q=linear(WIDTH, WIDTH), kv=linear(WIDTH, 2 * WIDTH), out
     """Causal attention with dropout inside the kernel and after it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q(x), *self.kv(x).chunk(2, dim=-1))
-        )
+        q, k, v = (p.unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q(x), *self.kv(x).chunk(2, dim=-1)))
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
         return F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.2)
 

@@ -142,9 +142,7 @@ def test_a_budget_below_the_floor_names_the_smallest_that_does() -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"the smallest .*feasible.* is") as caught:
         planner.plan(model, data(), budget="1MB", search=planner.Search(time_limit_seconds=1.0))
     enough = caught.value.minimum_feasible_peak_bytes
-    assert (
-        planner.plan(model, data(), budget=enough, search=planner.Search(time_limit_seconds=1.0)).peak_bytes <= enough
-    )
+    assert planner.plan(model, data(), budget=enough, search=planner.Search(time_limit_seconds=1)).peak_bytes <= enough
     planner.auto_wrap(model, budget="1MB", search=planner.Search(time_limit_seconds=1.0))
     with pytest.raises(InfeasibleBudgetError):
         model(data())

@@ -120,9 +120,7 @@ def test_llama_steps_in_bfloat16():
 
 def test_same_seed_same_model_and_inputs():
     first, same, other = (build("minimind-26m", seed=seed) for seed in (3, 3, 4))
-    weight, same_weight, other_weight = (
-        example.model.get_input_embeddings().weight for example in (first, same, other)
-    )
+    weight, same_weight, other_weight = (one.model.get_input_embeddings().weight for one in (first, same, other))
     assert torch.equal(weight, same_weight) and not torch.equal(weight, other_weight)
     assert torch.equal(first.example_kwargs["labels"], same.example_kwargs["labels"])
 
