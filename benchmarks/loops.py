@@ -378,6 +378,15 @@ def _average() -> Loop:
     return Loop([model], run, data=[x, y], optimizers=[optimizer], beside=[average])
 
 
+@loop("an optimizer for each parameter, in the backward")
+def _in_backward() -> Loop:
+    model, (x, y) = WithLoss(), _batch()
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+    for p, optimizer in optimizers.items():
+        p.register_post_accumulate_grad_hook(lambda _, its=optimizer: _step(its))
+    return Loop([model], lambda: model(x, y)["loss"].backward(), data=[x, y], optimizers=[*optimizers.values()])
+
+
 @iteration("saved tensors on the host (save_on_cpu around)", WithLoss)
 def _hooks(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
@@ -401,14 +410,11 @@ def _peak(made: Loop, steps: int) -> tuple[int, int]:
         made.run()
     gc.collect()
     with record() if DEVICE.type == "cpu" else nullcontext():  # torch sees go only what it saw come
-        made.kept.update({key: _copied(outputs) for key, outputs in made.kept.items()})
+        for key, outputs in made.kept.items():
+            made.kept[key] = {name: output.detach().clone() for name, output in outputs.items()}
     found_bytes = made.resident_bytes()
     peak_bytes, _ = measure_peak(made.run, DEVICE)
     return found_bytes, peak_bytes
-
-
-def _copied(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: output.detach().clone() for name, output in outputs.items()}
 
 
 def _made(make: Callable[[], Loop]) -> Loop:
@@ -483,7 +489,7 @@ def _markdown(result: Result) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
     parser = common.parser("loops", __doc__)
-    parser.add_argument("--loops", metavar="NAMES", help="parts of names, with commas (default: all)")
+    parser.add_argument("--loops", metavar="NAMES", default="", help="parts of names, with commas (default: all)")
     parser.add_argument("--share", type=float, default=0.65, help="of what the plain loop allocates (default: 0.65)")
     parser.add_argument("--time-limit", metavar="S", type=float, default=1.0, help="for each solve (default: 1)")
     args = parser.parse_args(arguments)
@@ -495,9 +501,8 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "a CPU"
     device = f"stand-ins for {device}" if "FAKECUDA" in os.environ else device
     rows = result["under"][f"torch {torch.__version__}, {device}"] = {}
-    wanted = args.loops.split(",") if args.loops else [""]
     for name, make in LOOPS.items():
-        if any(part in name for part in wanted):
+        if any(part in name for part in args.loops.split(",")):
             rows[name] = tried(make, args.share, args.time_limit)
             common.progress(f"{name}: {rows[name]}")
             common.write(args.json, result, _markdown(result))

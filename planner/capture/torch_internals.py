@@ -400,6 +400,16 @@ def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]
         node.register_prehook(lambda _gradients: engine.queue_callback(call))
 
 
+def autocast_dtype(kind: str) -> torch.dtype | bool:
+    """Return the type that operations on a kind of device are cast to, or False."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is inside a backward, as in a hook."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def depends_on_data(error: BaseException | None) -> bool:
     """Whether a capture failed because the program looks at values that it does not have."""
     if isinstance(error, GuardOnDataDependentSymNode) or PendingUnbackedSymbolNotFound.__name__ in str(error):

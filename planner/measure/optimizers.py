@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from planner.capture.storages import PeakRecorder
 from planner.capture.torch_internals import in_memory
+from planner.capture.trees import leaf_tensors
 from planner.common.options import check_optimizer
 from planner.common.units import round_up
 
@@ -127,8 +128,8 @@ def memory_of_step(
 
 def kept_for(optimizer: Optimizer, parameters: Iterable[nn.Parameter], alignment_bytes: int) -> int:
     """Return the bytes that an optimizer keeps now for these parameters, where they are."""
-    held = ((p.device, t) for p in parameters for t in optimizer.state.get(p, {}).values())
-    kept = [tensor for device, tensor in held if isinstance(tensor, torch.Tensor) and tensor.device == device]
+    held = ((p.device, t) for p in parameters for t in leaf_tensors(optimizer.state.get(p, {})))  # SOAP's are in lists
+    kept = [tensor for device, tensor in held if tensor.device == device]
     return sum(round_up(in_memory(tensor).nbytes, alignment_bytes) for tensor in kept)
 
 

@@ -20,6 +20,7 @@ from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel_events import Gradients
 from planner.capture.torch_internals import (
+    autocast_dtype,
     call_implementation,
     default_saved_tensors_hooks,
     entered,
@@ -239,9 +240,7 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
     It is computed in every step, so it must be cheap.
     """
     kind = next((x.device.type for x in inputs.tensors()), "cpu")
-    can_cast = torch.amp.is_autocast_available(kind)
-    cast = can_cast and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return describe(inputs, (bool, str)), cast, switches_and_sizes(model), masking_of(model, inputs)
+    return describe(inputs, (bool, str)), autocast_dtype(kind), switches_and_sizes(model), masking_of(model, inputs)
 
 
 def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:

@@ -421,8 +421,7 @@ class ObservedCalls:
         reference = weakref.ref(self)
 
         def ended() -> None:
-            observer = reference()
-            if observer is not None:
+            if (observer := reference()) is not None:
                 observer.seen = size_bytes, _are_there(references)
 
         self._last, self.was_logged = references, step.is_logged
@@ -478,8 +477,8 @@ class ObservedCalls:
     # Whole steps.
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what the model and its optimizers keep, and its gradients."""
-        states = [list(optimizer.state.values()) for optimizer in self._optimizers]
+        """Return what the model has, what its optimizers keep for it, and its gradients."""
+        states = [one.state.get(p, {}) for one in self._optimizers for p in self.around.parameters()]
         return tensors_in([*self.around.tensors(), *self._gradients(), *states])
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import AllocationLog
-from planner.capture.torch_internals import at_end_of_backward, keeps_graph, storage_of, storages_on_cpu
+from planner.capture.torch_internals import at_end_of_backward, is_in_backward, keeps_graph, storage_of, storages_on_cpu
 from planner.common.units import round_up
 from planner.ir.static_memory import LossMemory
 
@@ -102,8 +102,7 @@ class _Call:
 
     def begin(self, gradients: Any) -> None:
         """Note that the backward comes to this call."""
-        step = self.step()
-        if step is not None:
+        if (step := self.step()) is not None:
             step.begun(gradients, self._number)
         self.has_begun = True
 
@@ -150,7 +149,7 @@ class WholeStep:
         """Tensors from before it, which a log on a CPU does not see go."""
         self._freed: list[int] = []
         """The bytes of these that went before each mark."""
-        self._given_bytes = 0
+        self._given_bytes, self._is_spoiled = 0, False
         """Of the gradients of the outputs, when the first backward began."""
         self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The storages of the inputs of its calls."""
@@ -172,8 +171,7 @@ class WholeStep:
         self._mark(_CALLED)
         self._found_bytes += size_bytes + sum(storage.nbytes() for storage in storages)
         if self._log is not None and self._log.found_bytes is None:
-            unseen = (storage for storage in storages if storage not in _seen)
-            self._found += [(weakref.ref(storage), storage.nbytes()) for storage in unseen]
+            self._found += [(weakref.ref(storage), storage.nbytes()) for storage in storages if storage not in _seen]
 
     def returned(self, calls: ObservedCalls, outputs: Any) -> None:
         """Take in a call that returned outputs."""
@@ -209,12 +207,17 @@ class WholeStep:
 
     def close(self, *, is_spoiled: bool = False) -> None:
         """Stop the log, and tell the models what the step held, unless they planned meanwhile, which allocates too."""
+        self._is_spoiled |= is_spoiled
+        # A profiler that stops inside a backward is on again when that ends: the next start raised, or torch crashed.
+        # Hooks of parameters step optimizers there.
+        if is_in_backward():
+            return
         log, self._log = self._log, None
         parts = log.stop() if log is not None else None
         if log is not None and log.found_bytes is None:
             _seen.update({*storages_on_cpu()} - {storage() for storage, _ in self._found})
         kinds = [kind for kind, _ in self._marks]
-        if log is None or parts is None or is_spoiled or _ENDED not in kinds:
+        if log is None or parts is None or self._is_spoiled or _ENDED not in kinds:
             return
         parts = [[round_up(abs(c), self._alignment_bytes) * (1 if c > 0 else -1) for c in part] for part in parts]
         for part, freed_bytes in zip(parts, self._freed, strict=False):
@@ -255,7 +258,7 @@ def step_with(calls: ObservedCalls, *, may_be_logged: bool) -> WholeStep:
     call is like an earlier one: a profiler would disturb what a capture measures.
     """
     before = _here.step
-    if before is not None and _here.goes_on():
+    if before is not None and (_here.goes_on() or (before.is_logged and is_in_backward())):
         if before.is_logged and not may_be_logged:
             before.close(is_spoiled=True)
         return before

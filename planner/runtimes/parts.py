@@ -128,6 +128,7 @@ class PartsRuntime(CallsInSituations):
             if situation not in self._before:
                 raise
             warnings.warn(f"some steps of {type(self.model).__name__} break the budget: {error}", stacklevel=7)
+            self.put_in_force(self._before[situation][0])  # none is after options have changed
             return self._before[situation]
         self.is_confirmed, self._missed = True, None
         self.put_in_force(made.plan)

@@ -36,6 +36,7 @@ from planner.capture.torch_internals import (
     Compiler,
     FakeTensor,
     aot_backend,
+    autocast_dtype,
     call_implementation,
     next_number,
     number_at_work,
@@ -197,7 +198,7 @@ class Step:
         fakes = {id(tensor): self._fake(tensor) for tensor in state.values()}
         self.state = {name: fakes[id(tensor)] for name, tensor in state.items()}
         self._fakes = fakes
-        self.inputs = inputs.map_tensors(_leaf_of if real else self._fake)
+        self.inputs = inputs.map_tensors((lambda x: x.detach().requires_grad_(x.requires_grad)) if real else self._fake)
         self.known = [*(state.values() if real else fakes.values()), *self.inputs.tensors()]
         self.checkpoints = False
         """Whether the step that was traced last calls ``torch.utils.checkpoint`` itself."""
@@ -429,7 +430,7 @@ def _block(
         raise UnsupportedModelError(f"block {path} returns a view of an input")
     if any(not isinstance(place, int) for node, place in zip(joint.placeholders, places, strict=True) if node in given):
         raise UnsupportedModelError(f"block {path} reads a tensor that is neither its own nor an input")
-    if not all(map(_is_plain, leaves_of(outputs))):
+    if not all(x is None or isinstance(x, (torch.Tensor, bool, int, float, str)) for x in leaves_of(outputs)):
         raise UnsupportedModelError(f"block {path} returns an object that may contain tensors")
     if any(written in given for node in joint.graph.nodes for written in written_by(node)):
         raise UnsupportedModelError(f"block {path} writes into an input")
@@ -447,19 +448,9 @@ def _is_single(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
 
 
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str))
-
-
 def _settings(device: torch.device) -> tuple[Any, ...]:
     """Return what a forward may switch around a call of a module."""
-    can_cast = torch.amp.is_autocast_available(device.type)
-    cast = can_cast and torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast
-
-
-def _leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device.type)
 
 
 class _StandIn:
