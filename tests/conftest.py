@@ -41,8 +41,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodeready() -> None:
     """Let one process compile the kernels of annealing while workers import: on a fresh clone each compiled them."""
-    if not search.is_compiled():
-        search._compile_beside()
+    search.SOLVER.prepare(iter((False, True)).__next__, lambda _: None)  # started, not waited for
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +97,10 @@ def captures(calls: Callable[[Any, str], list[tuple[Any, ...]]]) -> list[tuple[A
 def pytest_collection_finish() -> None:
     """Keep what is imported by now out of collections of garbage to come: each walks a million objects of torch.
 
-    What torch does beside a capture for services that watch it is left out.
+    What torch does beside a capture for services that watch it is left out. Kernels are waited for: workers that met
+    them uncompiled would each compile them.
     """
+    search.SOLVER.prepare(lambda: False, lambda _: None)
     if "torch" in sys.modules:
         import torch._dynamo.config  # the larger half of them
 
