@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from planner.report import progress
+from planner.solvers import search
 from planner.solving import lowest_known
 
 # Nobody's own cache: a test that wants one names its folder.
@@ -37,25 +38,24 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-@pytest.fixture(autouse=True)
-def _what_other_tests_left_is_not_walked_again() -> None:
-    """Keep what earlier tests imported and hold out of collections of garbage: a measured peak asks for one each."""
-    if "torch" in sys.modules:
-        gc.collect()
-        gc.freeze()
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodeready() -> None:
+    """Let one process compile the kernels of annealing while workers import: on a fresh clone each compiled them."""
+    search.SOLVER.prepare(iter((False, True)).__next__, lambda _: None)  # started, not waited for
 
 
 @pytest.fixture(autouse=True)
-def _no_plan_is_known_from_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_if_no_test_had_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start every test from the same random state and without plans of others.
+
+    What earlier tests imported and hold is kept out of collections of garbage: a measured peak asks for one each.
+    """
     monkeypatch.setattr(lowest_known, "_here", {})
-
-
-@pytest.fixture(autouse=True)
-def _same_random_numbers() -> None:
-    """Start every test from the same random state, whichever ran before it."""
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
@@ -97,8 +97,10 @@ def captures(calls: Callable[[Any, str], list[tuple[Any, ...]]]) -> list[tuple[A
 def pytest_collection_finish() -> None:
     """Keep what is imported by now out of collections of garbage to come: each walks a million objects of torch.
 
-    What torch does beside a capture for services that watch it is left out.
+    What torch does beside a capture for services that watch it is left out. Kernels are waited for: workers that met
+    them uncompiled would each compile them.
     """
+    search.SOLVER.prepare(lambda: False, lambda _: None)
     if "torch" in sys.modules:
         import torch._dynamo.config  # the larger half of them
 

@@ -102,19 +102,23 @@ class State(NamedTuple):
     real: Array
 
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 """Kernels allocate nothing and divide by nothing that can be 0: so numba need not count references to arrays, nor look
 at divisors. That takes a third off the time of a move."""
 
 
 def _compiled(function: _Function) -> _Function:
-    """Compile, and keep the result on disk where that is possible."""
+    """Compile, and keep the result on disk where that is possible.
+
+    What is called from other kernels alone, and begins with an underscore, cannot be called from Python: code to unpack
+    31 arrays for that took a quarter of the time to compile.
+    """
     if numba is None:
         return function
     try:
-        return numba.njit(cache=True, **_OPTIONS)(function)
+        return numba.njit(cache=True, no_cpython_wrapper=function.__name__[0] == "_", **_OPTIONS)(function)
     except RuntimeError:  # no folder to keep it in
-        return numba.njit(**_OPTIONS)(function)
+        return numba.njit(no_cpython_wrapper=function.__name__[0] == "_", **_OPTIONS)(function)
 
 
 @_compiled
@@ -593,7 +597,8 @@ def descend(
     """
     whole, real, found = state.whole, state.real, 0
     for done in range(0, moves, _DESCENT_MOVES):
-        anneal(tables, state, _DESCENT_MOVES, temperature, pace)
+        # For a constant numba would compile "anneal", and all that it calls, once more.
+        anneal(tables, state, min(_DESCENT_MOVES, moves), temperature, pace)
         if real[BEST] == math.inf:
             continue
         found = done + _DESCENT_MOVES

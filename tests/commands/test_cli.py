@@ -319,9 +319,8 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 def test_a_closed_pipe_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "cli.py", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
-    )
+    command = [sys.executable, "cli.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert done.stderr == ""
 

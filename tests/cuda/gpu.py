@@ -35,9 +35,8 @@ def run(code: str, **surroundings: str) -> str:
     env, root = {**os.environ, **surroundings}, Path(__file__).parents[2]
     # Without it torch 2.14 aborts at most exits after a backward on a stand-in ("terminate called").
     ended = f"{code}\nimport os\nprint(end='', flush=True)\nos._exit(0)"
-    done = subprocess.run(
-        [sys.executable, "-c", ended], env=env, cwd=root, stdout=subprocess.PIPE, text=True, check=True
-    )
+    command = [sys.executable, "-c", ended]
+    done = subprocess.run(command, env=env, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 

@@ -5,8 +5,10 @@ What only some tests need, and is slow to import, is imported there: every worke
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Iterable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,12 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
         train(integrations.PlanLightning(budget), model=TwoParts)
     with pytest.raises(UsageError, match="did not call the wrapped Linear"):
         train(integrations.PlanLightning(budget, module="head"), model=TwoParts)
+
+
+def test_examples_in_docstrings_run() -> None:
+    """Pytest collects those of all other modules."""
+    modules = map(import_module, ("planner.integrations.huggingface", "planner.integrations.lightning"))
+    assert set(map(doctest.testmod, modules)) == {(0, 1)}
 
 
 def test_torchtitan() -> None:

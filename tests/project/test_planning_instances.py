@@ -94,8 +94,6 @@ def test_an_archive_checks_itself_and_plans_of_others(tmp_path: Path, monkeypatc
     (tmp_path / "lie.json").write_text(json.dumps({**mine, "peak_bytes": 0}))
 
     def run(*arguments: str) -> int:
-        return subprocess.run(
-            [sys.executable, "-I", "-S", "check.py", *arguments], cwd=tmp_path, check=False
-        ).returncode
+        return subprocess.run([sys.executable, "-I", "-S", "check.py", *arguments], cwd=tmp_path).returncode
 
     assert (run(), run("instances/tiny.json", "mine.json"), run("instances/tiny.json", "lie.json")) == (0, 0, 1)

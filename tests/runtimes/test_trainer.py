@@ -19,6 +19,7 @@ import planner
 from planner.common.options import grouped
 from planner.errors import UsageError
 from planner.runtimes.graph import GraphRuntime
+from tests.integrations.test_training_loops import same
 from tests.models import language_model
 from tests.tiers import tiered
 
@@ -64,10 +65,6 @@ def trainer(model: nn.Module, folder: Path, examples: int = len(TOKENS), **argum
 def curve(ran: transformers.Trainer) -> list[tuple[Any, ...]]:
     """Return what was logged, unrounded: losses of training and evaluation, norms of gradients."""
     return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")) for row in ran.state.log_history]
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
 @pytest.fixture
