@@ -32,9 +32,7 @@ def check_strategy(name: str | None, runtime: str, *, offload: bool, in_chunks: 
         return
     strategies.get(name)
     if runtime not in ("auto", "graph", "modules"):
-        raise UsageError(
-            f"only the runtimes 'graph' and 'modules' carry out a strategy, not {runtime!r}: leave runtime out"
-        )
+        raise UsageError(f"only 'graph' and 'modules' carry out a strategy, not {runtime!r}: leave runtime out")
     if offload:
         raise UsageError("a strategy decides itself what is offloaded: leave offload out")
     if in_chunks:

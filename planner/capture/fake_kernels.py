@@ -268,9 +268,7 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     if function in _NORMS:
         if outputs[0].device.type != "cpu" or is_for_target_device():
             return result
-    elif len({_numbers(output.shape) for output in outputs}) != 1 or not all(
-        _goes_with(tensor, outputs[0]) for tensor in read
-    ):
+    elif len({_numbers(output.shape) for output in outputs}) != 1 or not all(_goes_with(x, outputs[0]) for x in read):
         return result
     try:
         with operands.running_alone(torch.device("cpu")):

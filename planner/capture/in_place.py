@@ -214,10 +214,8 @@ def _merge(module: fx.GraphModule, graph: fx.Graph, node: fx.Node, numbers: dict
     if made.target is aten.copy.default and _kind(others[0]) == _kind(made):
         node.args = (base, others[0], *place)
     elif made.target is aten.fill.Tensor and (number := _constant(module, others[0])) is not None:
-        options, key = (
-            {"dtype": written.dtype, "device": written.device},
-            (repr(number), written.dtype, is_backward(made)),
-        )
+        options = {"dtype": written.dtype, "device": written.device}
+        key = repr(number), written.dtype, is_backward(made)
         with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")), written.fake_mode:
             if key not in numbers:
                 numbers[key] = graph.call_function(aten.full.default, ([], number), options)

@@ -228,9 +228,7 @@ def check_device(model: nn.Module, inputs: Inputs) -> None:
                 "pass input.as_subclass(torch.Tensor)"
             )
         if len(devices) == 1 and tensor.device not in devices:
-            raise UsageError(
-                f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one of them"
-            )
+            raise UsageError(f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one")
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -201,9 +201,7 @@ class Programs:
                 "effects"
             )
         if self._reads_numbers:
-            raise UnsupportedModelError(
-                "its sizes or numbers vary, and it computes with a number that it reads from a tensor"
-            )
+            raise UnsupportedModelError("its sizes or numbers vary, and it computes with a number read from a tensor")
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)
         self._changing = [at for at, n in placeholders if is_number(n) and symbol_of(n.meta["val"]) not in deciding]

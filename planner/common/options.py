@@ -137,9 +137,7 @@ class Budget(_Group):
         """Refuse two budgets, a missing one, and one that cannot be parsed."""
         both = None not in (self.size, self.activations)
         if both or not (self.is_given or or_none):
-            raise UsageError(
-                "give one budget: a size of the whole device, or Budget(activations=...) on top of what is resident"
-            )
+            raise UsageError("give one budget: of the whole device, or Budget(activations=...)")
         for given in (self.size, self.activations):
             if given is not None:
                 parse_size(given, whole_bytes=2**60)

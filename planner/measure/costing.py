@@ -291,9 +291,7 @@ def _by_profile(
             f"the profile is of {profile.device}, the plan for {spec.name}: name that device, or profile this one"
         )
     if profile.torch.split("+")[0] != torch.__version__.split("+")[0]:
-        raise ProfileMismatchError(
-            f"the profile was made with torch {profile.torch}, here is {torch.__version__}: profile again"
-        )
+        raise ProfileMismatchError(f"the profile is of torch {profile.torch}, not {torch.__version__}: profile again")
     expected = {operation.signature for operation in profile.operations} - {""}
     wanted = {operation.signature for operation in graph.operations} - {""}
     if not wanted <= expected:

@@ -39,6 +39,9 @@ _SHORTER = 4
 _LEAST_SHARE = 0.1
 """Of its time, what a search has even where those before it took all."""
 
+_DEARER = 0.005
+"""So much of the step, for less memory: what costs more is looked for anew."""
+
 _SHARES = 0.35, 0.4
 """Of the time, for a plan without offload, and for one with it; the rest is for what breaks the budget in blocks."""
 
@@ -123,14 +126,17 @@ def make_plan(
 def _found(problem: Problem, search: Search, static_memory: StaticMemory) -> Solution:
     """Search for a solution whose blocks keep the budget too, for what the limits say in all."""
     again, clock = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER), search.clock()
-    solve = partial(_solved_beside_recompute, solve=partial(_solved, clock=clock), near=set())
-    return solved_in_blocks(
+    beside = _BesideRecompute(problem, partial(_solved, clock=clock))
+    solution = solved_in_blocks(
         problem,
         static_memory,
-        lambda asked: solve(asked, search if asked is problem else again),
+        lambda asked: beside.solved(asked, search if asked is problem else again),
         lambda: None if search.deterministic or problem.decisions.moves else lowest_known.said(problem),
         lambda: again.within(max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)).clock(),
     )
+    # The first solution may have had nothing offloaded, and so a bound of such plans.
+    bound_seconds = beside.bound_seconds if solution.schedule.offloads else solution.lower_bound_seconds
+    return replace(solution, lower_bound_seconds=min(bound_seconds, solution.added_seconds))
 
 
 def _goes_lower(problem: Problem, search: Search, error: InfeasibleBudgetError) -> bool:
@@ -151,38 +157,69 @@ def _goes_lower(problem: Problem, search: Search, error: InfeasibleBudgetError) 
     return found.peak_bytes <= problem.budget_bytes
 
 
-def _solved_beside_recompute(
-    problem: Problem, search: Search, *, solve: Callable[..., Solution], near: set[int]
-) -> Solution:
-    """Solve a problem without the host's memory first, and with it from there on: more freedom costs no plan more.
+class _BesideRecompute:
+    """Solves a problem without the host's memory first, and with it from there on: more freedom costs no plan more.
 
     What is offloaded must save as much of the step as the host says. The bound is of plans that may do what the
-    solution may. What it offloads is put into ``near``, and is tried first the next time.
+    solution may.
     """
-    host = problem.host
-    if host is None or problem.decisions.moves:
-        return solved_in_best_order(problem, search, solve)
-    shorter, rest = (replace(search, time_limit_seconds=share * search.time_limit_seconds) for share in _SHARES)
-    alone = _alone(problem, shorter, solve)
-    worth_seconds = host.least_gain * problem.baseline.seconds
-    if alone is not None and alone.added_seconds <= worth_seconds:
-        return alone
-    posed, known = (problem, None) if alone is None else in_own_order(problem, alone.schedule)
-    try:
-        found = solve(posed, rest, known=known, near=frozenset(near))
-    except InfeasibleBudgetError:
+
+    def __init__(self, problem: Problem, solve: Callable[..., Solution]) -> None:
+        self.problem, self.solve, self.bound_seconds = problem, solve, 0.0
+        """Of plans that may offload, for the whole budget."""
+        self.last: tuple[Solution, Solution | None] | None = None
+        """The last one that offloads, and the one without that it was held against."""
+
+    def solved(self, problem: Problem, search: Search) -> Solution:
+        """Solve a problem; with less room than for a solution that offloads, from what that one offloads.
+
+        Recompute alone first took what time was left: a T5 whose blocks broke the budget came out with no offload.
+        """
+        host = problem.host
+        if host is None or problem.decisions.moves:
+            return solved_in_best_order(problem, search, self.solve)
+        worth_seconds = host.least_gain * problem.baseline.seconds
+        if self.last is not None:
+            last, alone = self.last
+            most_seconds = last.added_seconds + _DEARER * problem.baseline.seconds
+            if alone is not None:
+                most_seconds = min(most_seconds, alone.lower_bound_seconds - worth_seconds)
+            with suppress(InfeasibleBudgetError):
+                found = self.offloading(problem, search, last)
+                if found.added_seconds <= most_seconds:
+                    return self.held(found, alone)
+        shorter, rest = (replace(search, time_limit_seconds=share * search.time_limit_seconds) for share in _SHARES)
+        alone = _alone(problem, shorter, self.solve)
+        if alone is not None and alone.added_seconds <= worth_seconds:
+            return alone
+        try:
+            found = self.offloading(problem, rest, alone)
+        except InfeasibleBudgetError:
+            if alone is None:
+                raise
+            return min(alone, _alone(problem, search, self.solve) or alone, key=lambda one: one.added_seconds)
         if alone is None:
-            raise
-        return min(alone, _alone(problem, search, solve) or alone, key=lambda one: one.added_seconds)
-    near |= {offload.value for offload in found.schedule.offloads}
-    if alone is None:
+            return self.held(found, None)
+        if alone.lower_bound_seconds - found.added_seconds <= worth_seconds:  # with more time it may cost less
+            alone = min(alone, _alone(problem, search, self.solve) or alone, key=lambda one: one.added_seconds)
+        if alone.added_seconds - found.added_seconds <= worth_seconds:
+            return alone if host.least_gain else bounded_by(found, alone)
+        return self.held(found, alone)
+
+    def offloading(self, problem: Problem, search: Search, known: Solution | None) -> Solution:
+        """Solve a problem with the host's memory, in the order of a known solution."""
+        order = range(len(problem.graph.operations)) if known is None else order_of(known.schedule)
+        posed, schedule = (problem, None) if known is None else in_own_order(problem, known.schedule)
+        found = self.solve(posed, search, known=schedule)
+        self.bound_seconds = found.lower_bound_seconds if problem is self.problem else self.bound_seconds
+        return replace(found, schedule=renumbered(found.schedule, order))
+
+    def held(self, found: Solution, alone: Solution | None) -> Solution:
+        """Return a solution beside the one without offload, and remember both if it offloads."""
+        if alone is not None:
+            found = replace(found, captured_seconds=alone.captured_seconds, alone_seconds=alone.added_seconds)
+        self.last = (found, alone) if found.schedule.offloads else self.last
         return found
-    found = replace(found, schedule=renumbered(found.schedule, order_of(alone.schedule)))
-    if alone.lower_bound_seconds - found.added_seconds <= worth_seconds:  # with more time it may cost less
-        alone = min(alone, _alone(problem, search, solve) or alone, key=lambda one: one.added_seconds)
-    if alone.added_seconds - found.added_seconds <= worth_seconds:
-        return alone if host.least_gain else bounded_by(found, alone)
-    return replace(found, captured_seconds=alone.captured_seconds, alone_seconds=alone.added_seconds)
 
 
 def _alone(problem: Problem, search: Search, solve: Callable[..., Solution]) -> Solution | None:
@@ -208,9 +245,7 @@ def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
     return replace(problem, budget_bytes=most_bytes) if most_bytes < too_much else None
 
 
-def _solved(
-    problem: Problem, search: Search, clock: Clock, known: Schedule | None = None, near: frozenset[int] = frozenset()
-) -> Solution:
+def _solved(problem: Problem, search: Search, clock: Clock, known: Schedule | None = None) -> Solution:
     """Return the cached solution, or search for one for what is left of all the time, and cache it."""
     if problem.decisions.moves:
         return solved_by_policy(problem, lambda asked: _solved(asked, search, clock))
@@ -220,20 +255,20 @@ def _solved(
     found = solution_cache.find(problem, key)
     if found is None:
         left_seconds = max(clock.left(), _LEAST_SHARE * search.time_limit_seconds)
-        found = _searched(problem, search if search.deterministic else search.within(left_seconds), known, near)
+        found = _searched(problem, search if search.deterministic else search.within(left_seconds), known)
         # Without the kernels of annealing the next search may find more.
         is_final = found.is_optimal or search.solver != AutoSolver.name or is_compiled()
         solution_cache.keep(key, found, on_disk=is_final)
     return found
 
 
-def _searched(problem: Problem, search: Search, known: Schedule | None, near: frozenset[int]) -> Solution:
+def _searched(problem: Problem, search: Search, known: Schedule | None) -> Solution:
     """Search for a solution, starting from a known plan, or the one of the lowest peak, if it keeps the budget.
 
     Without it a budget that one search found feasible could be refused by the next.
     """
     known = known or lowest_plan_known(problem, search)
-    solver = AutoSolver(known, near) if search.solver == AutoSolver.name else search.solver
+    solver = AutoSolver(known) if search.solver == AutoSolver.name else search.solver
     try:
         return solved(problem, solver, effort=search, progress=search.progress)
     except InfeasibleBudgetError as error:

@@ -163,11 +163,8 @@ def render_measured(plan: Plan) -> Group | None:
         ("measured", lambda row: row[2], str),
         ("difference", lambda row: row[3], str),
     )
-    agree = (
-        ("loss", measured.loss_equal),
-        ("gradients", measured.gradients_bitwise_equal),
-        ("buffers", measured.buffers_equal),
-    )
+    buffers, gradients = measured.buffers_equal, measured.gradients_bitwise_equal
+    agree = (("loss", measured.loss_equal), ("gradients", gradients), ("buffers", buffers))
     words = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in agree)
     exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
     if measured.eager is not None:

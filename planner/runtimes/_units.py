@@ -158,9 +158,8 @@ def decisions_on(plan: Plan, path: str) -> frozenset[Any]:
     def own(key: str) -> str:
         return key.removeprefix(path)
 
-    again = (
-        tuple(map(own, (key, *keys))) for key, keys in plan.recomputations.items() if is_within(named_by(key)[0], path)
-    )
+    runs = plan.recomputations.items()
+    again = (tuple(map(own, (key, *keys))) for key, keys in runs if is_within(named_by(key)[0], path))
     return frozenset((*again, *(value.named(own) for value in _offloading_of(plan, path))))
 
 

@@ -181,9 +181,7 @@ class _Inductor(Compiles):
 def check_can_compile(model: nn.Module, options: Options) -> None:
     """Raise RuntimeUnsupportedError if there is no compiler, or the plan is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
-        raise RuntimeUnsupportedError(
-            f"runtime {options.runtime.name!r} needs {missing}: install it, or choose another runtime"
-        )
+        raise RuntimeUnsupportedError(f"runtime {options.runtime.name!r} needs {missing}: install it, or use another")
     if elsewhere_for(model, options) is not None:
         raise RuntimeUnsupportedError(
             f"runtime {options.runtime.name!r} plans by the code for the device that the model is on, "

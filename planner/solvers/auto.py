@@ -43,9 +43,10 @@ class AutoSolver:
     summary = "keep everything if it fits, else the best of the other solvers"
     offloads = True
 
-    def __init__(self, known: Schedule | None = None, near: frozenset[int] = frozenset()) -> None:
-        self.known, self.near = known, near
-        """What a neighbour's plan offloads is tried first."""
+    def __init__(self, known: Schedule | None = None) -> None:
+        self.known = known
+        self.near = frozenset(offload.value for offload in (known.offloads if known is not None else ()))
+        """What it offloads is tried first."""
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between incumbent and bound is closed, or time is up."""

@@ -98,11 +98,13 @@ class _OffloadSearch:
 
     def run(self, near: frozenset[int]) -> None:
         problem, graph = self.problem, self.problem.graph
-        if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
-            raise _infeasible(self.incumbent, self.host, proven=True)
-        if near:  # before the programmes of the cuts, and with room to hide first: little time may be left
+        if near:  # before all else, with room to hide first, and by counted work: little time may be left
+            timed, self.effort = self.effort, replace(self.effort, deterministic=True)
             for free_bytes in (self.free(near), ()):
                 self.attempt(near, free_bytes, _FIRST_SHARE)
+            self.effort = timed
+        if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
+            raise _infeasible(self.incumbent, self.host, proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         _, chosen, step = max(((*self.choose(step), step) for step in cuts), key=lambda choice: choice[0])
         if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left

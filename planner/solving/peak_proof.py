@@ -196,10 +196,8 @@ class Births:
             made = live & self.outputs[maker]
             if any(self._can_help(made, u) for u in live - made):
                 continue
-            if (
-                live_bytes + sum(map(size_of, self.touched[maker] - live)) + self.costs[maker].workspace_bytes
-                > peak_bytes
-            ):
+            touched_bytes = sum(map(size_of, self.touched[maker] - live))
+            if live_bytes + touched_bytes + self.costs[maker].workspace_bytes > peak_bytes:
                 continue
             self.looks -= 1
             earlier = self._without_what_can_be_made((live - made) | self.inputs[maker], peak_bytes)

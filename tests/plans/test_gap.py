@@ -51,7 +51,7 @@ def test_what_a_search_went_without_is_the_first_thing_to_mend(monkeypatch: pyte
     monkeypatch.setattr(solution_cache, "keep", lambda key, solution, *, on_disk: kept.extend([key] * on_disk))
     monkeypatch.setattr(solution_cache, "find", lambda problem, key: None)
     found = replace(Solution.simulated(PROBLEM.evaluate(schedule), schedule, "auto"), lower_bound_seconds=1e-9)
-    monkeypatch.setattr(planning, "_searched", lambda problem, search, known, near: found)
+    monkeypatch.setattr(planning, "_searched", lambda problem, search, known: found)
     for is_compiled, fix in ((False, "plan again: annealing"), (True, "give the solver more time")):
         for module in (search, planning):
             monkeypatch.setattr(module, "is_compiled", lambda is_compiled=is_compiled: is_compiled)

@@ -122,13 +122,11 @@ class Builder(StepBuilder):
             inputs = [self.inside[path, v] for v in operation.inputs]
             outputs = []
             for v in operation.outputs:
-                inner = graph.values[v]
+                of = graph.values[v]
                 if v in crossing:
                     value = self._value(crossing[v])
                 else:
-                    value = self.add_value(
-                        f"{path}.{inner.name}", inner.size_bytes, kind=inner.kind, retained=inner.retained
-                    )
+                    value = self.add_value(f"{path}.{of.name}", of.size_bytes, kind=of.kind, retained=of.retained)
                 self.inside[path, v] = value
                 outputs.append(value)
             self.append(
