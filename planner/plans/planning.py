@@ -165,8 +165,9 @@ class _BesideRecompute:
     """
 
     def __init__(self, problem: Problem, solve: Callable[..., Solution]) -> None:
-        self.problem, self.solve, self.bound_seconds = problem, solve, 0.0
-        """Of plans that may offload, for the whole budget."""
+        self.problem, self.solve = problem, solve
+        self.bound_seconds = 0.0
+        """A lower bound on plans that may offload, for the budget of ``problem`` itself."""
         self.last: tuple[Solution, Solution | None] | None = None
         """The last one that offloads, and the one without that it was held against."""
 

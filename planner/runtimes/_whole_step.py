@@ -150,7 +150,7 @@ class WholeStep:
         self._freed: list[int] = []
         """The bytes of these that went before each mark."""
         self._given_bytes, self._is_spoiled = 0, False
-        """Of the gradients of the outputs, when the first backward began."""
+        """Of the gradients of the outputs, when the first backward began; and whether a model planned meanwhile."""
         self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The storages of the inputs of its calls."""
         self.kinds: set[int] = set()
