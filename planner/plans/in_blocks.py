@@ -14,10 +14,12 @@ from dataclasses import replace
 
 from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
+from planner.ir.order import in_own_order, order_of, renumbered
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import whole_peak_bytes
+from planner.solving.exchange import exchanged
 from planner.solving.repair import take_back
 from planner.solving.segmentations import segmentations
 
@@ -85,6 +87,25 @@ def solved_in_blocks(
         lower_bound_seconds=first.lower_bound_seconds,
         lowest=least.schedule,
     )
+
+
+def exchanged_in_blocks(problem: Problem, static_memory: StaticMemory, start: Solution, clock: Clock) -> Solution:
+    """Return a solution that keeps or fetches what another recomputes, as far as blocks then keep the budget."""
+    budget_bytes = problem.budget_bytes + problem.graph.total_static_bytes
+    (posed, schedule), order = in_own_order(problem, start.schedule), order_of(start.schedule)
+
+    def fits(tried: Schedule) -> bool:
+        clock.work(_SECONDS_PER_RUN * len(tried.order))
+        return whole_peak_bytes(problem, renumbered(tried, order), static_memory) <= budget_bytes
+
+    schedule = exchanged(posed, schedule, clock, fits)
+    return Solution.simulated(posed.evaluate(schedule), renumbered(schedule, order), start.solver)
+
+
+def cheaper(one: Solution, other: Solution) -> Solution:
+    """Return the cheaper of two solutions of a problem; one that has no bound of its own gets that of the first."""
+    best = min(one, other, key=lambda solution: solution.added_seconds)
+    return best if best.lower_bound_seconds else bounded_by(one, best)
 
 
 def bounded_by(first: Solution, solution: Solution) -> Solution:

@@ -45,8 +45,6 @@ class AutoSolver:
 
     def __init__(self, known: Schedule | None = None) -> None:
         self.known = known
-        self.near = frozenset(offload.value for offload in (known.offloads if known is not None else ()))
-        """What it offloads is tried first."""
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between incumbent and bound is closed, or time is up."""
@@ -63,7 +61,7 @@ class AutoSolver:
         """Improve an incumbent that may hold a neighbour's plan; raise InfeasibleBudgetError if there is none."""
         problem = incumbent.problem
         if problem.host is not None:
-            offload_search.SOLVER.improve(incumbent, effort=effort, near=self.near)
+            offload_search.SOLVER.improve(incumbent, effort=effort, known=self.known)
             return
         for known in (Schedule.keep_all, Schedule.as_written):
             incumbent.update(known(problem.graph), self.name)

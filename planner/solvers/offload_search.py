@@ -3,9 +3,9 @@
 The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
 is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
 (:mod:`planner.solving.offload_reduction`); then transfers get time to hide (:mod:`planner.solving.transfer_windows`).
-Far from the bound, values are chosen that have time and memory for their transfers from the start. Plans that only
-recompute are looked for too. From the best on, single values are offloaded or no longer. Only the simulator says what
-helps.
+Plans that only recompute are looked for too. What the best of each recomputes is fetched instead
+(:mod:`planner.solving.exchange`). From the best on, single values are offloaded or no longer. Only the simulator says
+what helps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
-from operator import add
 
 from planner import solvers
 from planner.common.limits import Clock, SolveLimits
@@ -23,12 +22,14 @@ from planner.ir.host import Host
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
+from planner.solving.exchange import exchanged, steps_of
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, minimise
 from planner.solving.offload_bound import OffloadCut, build
 from planner.solving.offload_reduction import OffloadReduction
-from planner.solving.peak_bounds import first_run_bytes, lowest_schedule, proven_lowest
-from planner.solving.transfer_windows import under_way, widened
+from planner.solving.peak_bounds import lowest_schedule, proven_lowest
+from planner.solving.repair import lower_peak
+from planner.solving.transfer_windows import widened
 
 _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
@@ -45,9 +46,6 @@ _SECONDS_PER_RUN = 1e-4
 
 _LINK_SHARES = (0.85, 0.6, 0.35)
 """Of the link's rate, for choices of fewer values."""
-
-_FAR = 0.03
-"""So far from the bound, as a share of the step, values are looked for that have memory while they are under way."""
 
 _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for a plan without offload, and then for the most promising choice of values, and for
@@ -73,11 +71,14 @@ class OffloadSearchSolver:
         self.improve(incumbent, effort=effort)
         return incumbent.solution()
 
-    def improve(self, incumbent: Incumbent, *, effort: SolveLimits, near: frozenset[int] = frozenset()) -> None:
-        """Improve an incumbent of a problem with a host; raise HostBudgetError if more host memory would help."""
+    def improve(self, incumbent: Incumbent, *, effort: SolveLimits, known: Schedule | None = None) -> None:
+        """Improve an incumbent of a problem with a host; raise HostBudgetError if more host memory would help.
+
+        A ``known`` schedule, which may break the budget, says what to offload first.
+        """
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
-            _OffloadSearch(incumbent, effort).run(near)
+            _OffloadSearch(incumbent, effort).run(known)
         if incumbent.schedule is None:
             raise _infeasible(incumbent, incumbent.problem.host)
 
@@ -89,41 +90,53 @@ class _OffloadSearch:
         self.host = incumbent.problem.host
         self.clock: Clock = effort.clock()
         self.movable = ranked(self.problem)
-        self.tried: set[tuple[frozenset[int], tuple[int, ...]]] = set()
+        self.tried: set[tuple[frozenset[int], int]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else max(ENOUGH, effort.enough) * self.problem.baseline.seconds
         known = incumbent.schedule.offloads if incumbent.schedule is not None else ()
         self.best = frozenset(offload.value for offload in known)
         """The values that the best plan offloads."""
 
-    def run(self, near: frozenset[int]) -> None:
+    def run(self, known: Schedule | None) -> None:
         problem, graph = self.problem, self.problem.graph
-        if near:  # before all else, with room to hide first, and by counted work: little time may be left
-            timed, self.effort = self.effort, replace(self.effort, deterministic=True)
-            for free_bytes in (self.free(near), ()):
-                self.attempt(near, free_bytes, _FIRST_SHARE)
-            self.effort = timed
+        if known is not None and known.offloads:
+            self.start_from(known)
         if self.incumbent.schedule is None and proven_lowest(problem) > problem.budget_bytes:
             raise _infeasible(self.incumbent, self.host, proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         _, chosen, step = max(((*self.choose(step), step) for step in cuts), key=lambda choice: choice[0])
         if self.incumbent.schedule is None:  # first without offload: after it, dearer plans were found in what was left
-            self.attempt(frozenset(), (), _FIRST_SHARE)
-        self.attempt(chosen, (), _FIRST_SHARE)
+            self.attempt(frozenset(), 0, _FIRST_SHARE)
+        start = self.incumbent.schedule
+        self.attempt(chosen, 0, _FIRST_SHARE)
         self.make_room()
-        for order in (sorted(chosen), sorted(self.movable, key=lambda u: graph.values[u].size_bytes)):
-            if not self.is_over() and not self.incumbent.is_closed(_FAR * problem.baseline.seconds):
-                self.attempt(*self.hideable(order))
         for share in _LINK_SHARES:
             if not self.is_over():
                 self.attempt(self.choose(step, share)[1])
+        for schedule in dict.fromkeys((start, self.incumbent.schedule)):
+            self.exchange(schedule)
         if self.incumbent.schedule is None:
             self.offer(lowest_offloading(problem, first_within(problem, self.movable)))
             self.best = chosen
         else:
             self.make_room()
+            self.exchange(self.incumbent.schedule)
         while not self.is_over() and self.flip():
             pass
+
+    def start_from(self, known: Schedule) -> None:
+        """Plan around what a schedule offloads, by counted work: little time may be left.
+
+        First more of it is recomputed, until it fits; then with room for transfers to hide.
+        """
+        near = frozenset(offload.value for offload in known.offloads)
+        asked, clock = OffloadReduction(self.problem, near), Clock(self.clock.limit_seconds, counts_work=True)
+        order, _ = lower_peak(asked.problem, asked.order_of(steps_of(self.problem, known)), clock)
+        self.offer(widened(self.problem, asked.invert(Schedule(tuple(order)))))
+        timed, self.effort = self.effort, replace(self.effort, deterministic=True)
+        for free_bytes in (self.free(near), 0):
+            self.attempt(near, free_bytes, _FIRST_SHARE)
+        self.effort = timed
 
     def is_over(self) -> bool:
         return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
@@ -150,7 +163,7 @@ class _OffloadSearch:
         self.clock.work(len(cut.model.rows) * _LP_SECONDS_PER_ROW)
         return minimise(cut.model, relax=True)
 
-    def attempt(self, values: frozenset[int], free_bytes: tuple[int, ...] = (), share: float = _TRIAL_SHARE) -> bool:
+    def attempt(self, values: frozenset[int], free_bytes: int = 0, share: float = _TRIAL_SHARE) -> bool:
         """Plan the recompute around some offloaded values; return whether that improves the incumbent."""
         asked = OffloadReduction(self.problem, values, free_bytes)
         trial = (values, free_bytes)
@@ -176,10 +189,9 @@ class _OffloadSearch:
         self.best = frozenset(offload.value for offload in schedule.offloads)
         return True
 
-    def free(self, values: frozenset[int], times: int = 1) -> tuple[int, ...]:
-        """Return some times the size of the largest value, for each operation."""
-        largest_bytes = max((self.problem.graph.values[u].size_bytes for u in values), default=0)
-        return (times * largest_bytes,) * len(self.problem.graph.operations)
+    def free(self, values: frozenset[int], times: int = 1) -> int:
+        """Return some times the size of the largest value."""
+        return times * max((self.problem.graph.values[u].size_bytes for u in values), default=0)
 
     def make_room(self) -> None:
         """Where operations wait for transfers, leave some of the budget free for values that are under way."""
@@ -189,16 +201,10 @@ class _OffloadSearch:
                 return
             self.attempt(self.best, free_bytes)
 
-    def hideable(self, values: Iterable[int]) -> tuple[frozenset[int], tuple[int, ...]]:
-        """Choose of values, one after the other, those with time and memory to be under way, whatever is recomputed."""
-        problem, chosen, free_bytes = self.problem, list[int](), tuple[int, ...]()
-        least_bytes = first_run_bytes(problem.graph, problem.costs)
-        for u in values:
-            tried = [*chosen, u]
-            needed = under_way(problem, tried) if u in first_within(problem, tried) else None
-            if needed is not None and max(map(add, least_bytes, needed)) <= problem.budget_bytes:
-                chosen, free_bytes = tried, needed
-        return frozenset(chosen), free_bytes
+    def exchange(self, schedule: Schedule | None) -> None:
+        """Keep or fetch what a schedule recomputes, as far as that helps."""
+        if schedule is not None and not self.is_over():
+            self.offer(exchanged(self.problem, schedule, self.clock.part(_TRIAL_SHARE)))
 
     def flip(self) -> bool:
         """Offload one value more or less (in small graphs also two); return whether that improved the incumbent."""

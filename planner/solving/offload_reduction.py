@@ -58,20 +58,14 @@ class OffloadReduction(Reduction):
     """A ``real`` problem with a host, and its reduction to recompute alone (``problem``).
 
     In it the chosen values can be fetched, at next to no cost, and cannot be recomputed. So many bytes of the budget
-    are to be left free from the first run of each operation to that of the next, for values that are under way.
+    are to be left free for values that are under way.
     """
 
-    def __init__(self, problem: Problem, chosen: Iterable[int], free_bytes: Sequence[int] = ()) -> None:
+    def __init__(self, problem: Problem, chosen: Iterable[int], free_bytes: int = 0) -> None:
         assert problem.host is not None
         super().__init__(problem)
         self.host, self.chosen = problem.host, frozenset(chosen)
-        always_bytes, held = min(free_bytes, default=0), tuple[int, ...]()
         for index, (operation, cost) in enumerate(zip(problem.graph.operations, problem.costs, strict=True)):
-            if free_bytes and free_bytes[index] - always_bytes != sum(self.values[u].size_bytes for u in held):
-                freed, held = held, (self.add_value(f"free at {index}", free_bytes[index] - always_bytes),)
-                for inputs, outputs in ((freed, ()), ((), held)):  # left out again, as all first fetches are
-                    moment = replace(operation, inputs=inputs, outputs=outputs, recomputable=False, state_bytes=0)
-                    self.add(moment, OperationCost(seconds=0.0), -1)
             moved = [u for u in operation.outputs if u in self.chosen]
             stays = (u for u in operation.outputs if u not in moved)
             tickets = list(map(self.add_ticket, moved))
@@ -81,7 +75,20 @@ class OffloadReduction(Reduction):
             for u, ticket in zip(moved, tickets, strict=True):
                 seconds = 1e-3 * self.host.seconds(self.values[u].size_bytes)  # next to nothing, since it is to hide
                 self.add_fetch(u, ticket, u, seconds, phase=operation.phase, region=operation.region)
-        self.problem = self.posed(problem.budget_bytes - always_bytes)
+        self.problem = self.posed(problem.budget_bytes - free_bytes)
+
+    def order_of(self, steps: Iterable[int]) -> list[int]:
+        """Translate runs and fetches, each of which is -1 less the value, into an order of the reduced problem.
+
+        What is chosen and made again is taken as kept.
+        """
+        place = {step: index for index, step in enumerate(self.stands_for)}
+        order, left = list[int](), set(self.chosen)
+        for step in steps:
+            made = [u for u in self.real.graph.operations[step].outputs if u in left] if step >= 0 else []
+            order += [place[step], *(place[-1 - u] for u in made)]
+            left.difference_update(made)
+        return order
 
     def invert(self, schedule: Schedule) -> Schedule:
         """Translate a schedule of the reduced problem into one of the real problem."""

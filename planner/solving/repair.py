@@ -20,20 +20,21 @@ _SECONDS_PER_RUN = 1e-5
 
 
 def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Remove recomputations whose outputs are unused."""
+    """Remove recomputations whose outputs are unused, and fetches likewise: an order may have -1 less a value."""
     operations, values = problem.graph.operations, problem.graph.values
-    first = Schedule(tuple(order)).first_runs()
+    first = {index: position for position, index in reversed(list(enumerate(order)))}
     wanted = [False] * len(values)
     kept: list[int] = []
     for position in range(len(order) - 1, -1, -1):
         index = order[position]
-        outputs = operations[index].outputs
-        if first[index] != position and not any(wanted[u] and not values[u].retained for u in outputs):
+        outputs = operations[index].outputs if index >= 0 else (-1 - index,)
+        is_first = index >= 0 and first[index] == position
+        if not is_first and not any(wanted[u] and not values[u].retained for u in outputs):
             continue
         kept.append(index)
         for u in outputs:
             wanted[u] = False
-        for u in operations[index].inputs:
+        for u in operations[index].inputs if index >= 0 else ():
             wanted[u] = True
     return kept[::-1]
 

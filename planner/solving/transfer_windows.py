@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, between_units
-from planner.ir.simulator import seconds_of_runs
+from planner.ir.simulator import Evaluation, seconds_of_runs
 
 
-def widened(problem: Problem, schedule: Schedule) -> Schedule:
+def widened(problem: Problem, schedule: Schedule, evaluation: Evaluation | None = None) -> Schedule:
     """Widen the windows of transfers, within the budget, so that they hide behind computation.
 
     The order stays, and the budget is kept if the schedule keeps it. A value leaves when it is sent, or
@@ -21,7 +19,7 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
     backward of its unit has not begun. What is not sent before it is needed again stays. What leaves is first to take
     what room there is. O(runs + positions in all windows).
     """
-    windows = _Windows(problem, schedule)
+    windows = _Windows(problem, schedule, evaluation or problem.evaluate(schedule))
     windows.leave()
     windows.come_back()
     return Schedule(schedule.order, windows.offloads())
@@ -30,10 +28,10 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
 class _Windows:
     """The transfers of one order, and the live bytes at each position, while windows are widened."""
 
-    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule, evaluation: Evaluation) -> None:
         assert problem.host is not None
         self.problem, self.host, self.order = problem, problem.host, schedule.order
-        self.live = list(problem.evaluate(schedule).timeline_bytes)
+        self.live = list(evaluation.timeline_bytes)
         values = problem.graph.values
         self.size = {o.value: values[o.value].size_bytes for o in schedule.offloads}
         self.seconds = {o.value: self.host.seconds(values[o.value].size_bytes) for o in schedule.offloads}
@@ -122,30 +120,3 @@ class _Windows:
                 self.live[at] += self.size[u]
             returns[u].append(at)
         self.now = {u: replace(offload, returns=tuple(returns[u])) for u, offload in self.now.items()}
-
-
-def under_way(problem: Problem, values: Collection[int]) -> tuple[int, ...] | None:
-    """Return the bytes that are being sent or fetched while each operation runs, if none waits for that.
-
-    Each value is away where it is not used for longest, and everything runs once. None if one has no time to be away.
-    """
-    assert problem.host is not None
-    graph, host = problem.graph, problem.host
-    begin = [*accumulate((cost.first_seconds for cost in problem.costs), initial=0.0)]
-    uses = {u: (graph.producer[u], *graph.readers[u]) for u in values}
-    away = {u: max(pairwise(uses[u]), key=lambda two: begin[two[1]] - begin[two[0] + 1]) for u in values}
-    change = [0] * len(begin)
-    sent: dict[int, int] = {}
-    until = 0.0
-    for u in sorted(values, key=lambda u: (uses[u], u)):
-        until = max(until, begin[uses[u][0] + 1]) + host.seconds(graph.values[u].size_bytes)
-        sent[u] = max(away[u][0] + 1, bisect_left(begin, until))
-    until = begin[-1]
-    for u in sorted(values, key=lambda u: (away[u][1], u), reverse=True):
-        until = min(until, begin[away[u][1]]) - host.seconds(graph.values[u].size_bytes)
-        fetched = bisect_right(begin, until) - 1
-        if fetched < sent[u]:
-            return None
-        for at, sign in ((away[u][0] + 1, 1), (sent[u], -1), (fetched, 1), (away[u][1], -1)):
-            change[at] += sign * graph.values[u].size_bytes
-    return tuple(accumulate(change[:-1]))
