@@ -23,13 +23,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cost_models.devices import DeviceSpec
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, state_of
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import at_end_of_backward, entered, is_transformed, storage_of, storages_on_cpu
 from planner.capture.trees import leaf_tensors, leaves_of, tensors_in
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
 from planner.ir.static_memory import FINDS, LossMemory
+from planner.measure.devices import device_spec
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.report.verdict import brief
@@ -54,13 +56,11 @@ _ORDER = (DROPPED, HELD, KEPT)
 
 @dataclass(frozen=True)
 class Observable:
-    """What is observed of: a model's tensors, where they are, and whether one process trains all of them."""
+    """What is observed of: a model, and whether one process trains all of it."""
 
-    name: str
-    tensors: Callable[[], Iterable[torch.Tensor]]
-    device: Callable[[], torch.device]
-    """Gives the device where the model is now: it may have moved since it was wrapped."""
-    spec: Callable[[], DeviceSpec]
+    model: nn.Module
+    target: str | None
+    """The device that is planned for, by name, if it is not the model's."""
     is_alone: bool
     """Several ranks measure no whole steps, which differ between them."""
     plan_together: bool
@@ -73,9 +73,26 @@ class Observable:
         """Whether anything is observed."""
         return self.is_alone or self.plan_together
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self.model).__name__
+
+    def device(self) -> torch.device:
+        """Return where the model is now: it may have moved since it was wrapped."""
+        return of_model(self.model)
+
+    def spec(self) -> DeviceSpec:
+        """Describe the device that is planned for."""
+        return device_spec(self.device(), self.target)
+
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once."""
-        return [*{id(p): p for p in self.tensors() if isinstance(p, nn.Parameter)}.values()]
+        return [*self.model.parameters()]
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return all that the model has."""
+        return state_of(self.model).values()
 
     def optimizer(self) -> OptimizerMemory | None:
         """Return what the optimizers that exist need."""
@@ -128,14 +145,14 @@ class ObservedCalls:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state is counted."""
         self._num_kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Of how many parameters an optimizer had state when that was looked at: to do so takes as long as a kernel."""
+        """How many values an optimizer kept when their bytes were counted, which takes as long as a kernel."""
         self._is_first, self._has_changed = True, False
         self._before: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages that were on a CPU before the first call."""
         # A budget for what a step adds is not for what is there before it.
         self._has_gradients_counted = options.training.gradient_accumulation or options.budget.size is None
-        self._trained: tuple[Plan | None, list[weakref.ref[nn.Parameter]]] = None, []
-        """Parameters under the last plan: collecting them takes as long as a dozen small operations."""
+        self._trained: tuple[Plan | None, list[tuple[weakref.ref[nn.Module], str]]] = None, []
+        """Where parameters were under the last plan: collecting them takes as long as a dozen small operations."""
         self._known_calls: list[Any] = []
         """What calls were like that need no new capture."""
         self._kind = -1
@@ -207,7 +224,8 @@ class ObservedCalls:
                 found = before_observing(self._options, self.around)
                 self.asked = found if found.optimizer is not None else None
             if self.wants_measure and self.around.device().type == "cpu":
-                self._before.update(storages_on_cpu())
+                own = {*map(storage_of, tensors_in([*self.around.tensors()]))}  # a loop may assign others, and keep it
+                self._before.update(storage for storage in storages_on_cpu() if storage not in own)
         if self.seen is not None and self._to_watch:
             self._conclude(self.seen[0], are_held=self.seen[1])
         if not self._has_gradients_counted and self.plan is not None:
@@ -484,10 +502,13 @@ class ObservedCalls:
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients that are there."""
         if self.plan is not self._trained[0]:
-            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
-            self._trained = self.plan, [weakref.ref(p) for p in self.around.parameters() if p.is_leaf]
-        parameters = (p for reference in self._trained[1] if (p := reference()) is not None)
-        return [p.grad for p in parameters if p.grad is not None]
+            named = [(module, module.named_parameters(recurse=False)) for module in self.around.model.modules()]
+            places = {id(p): (weakref.ref(module), name) for module, own in named for name, p in own}
+            self._trained = self.plan, [*places.values()]
+        modules = ((module, name) for reference, name in self._trained[1] if (module := reference()) is not None)
+        parameters = (module._parameters.get(name) for module, name in modules)  # load_state_dict may assign others
+        # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
+        return [p.grad for p in parameters if p is not None and p.is_leaf and p.grad is not None]
 
     def _tell_found(self, step: WholeStep, given: Any) -> None:
         """Say what a call finds of its own on the device, and on a CPU, which does not say, what is there beside it."""
@@ -558,10 +579,10 @@ class ObservedCalls:
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Count the state of an optimizer that steps this model's parameters, if the plan does not."""
         plan, options = self.plan, self._options
-        is_known = optimizer in self._optimizers or self._num_kept.get(optimizer) == len(optimizer.state)
-        if plan is None or options.budget.size is None or is_known:
+        num_kept = _num_kept(optimizer)
+        if plan is None or options.budget.size is None or self._num_kept.get(optimizer) == num_kept:
             return
-        self._num_kept[optimizer] = len(optimizer.state)
+        self._num_kept[optimizer] = num_kept
         alignment_bytes, parameters = self.around.spec().alignment_bytes, self.around.parameters()
         if not kept_for(optimizer, parameters, alignment_bytes):
             return  # of another model, or of stand-ins of its parameters
@@ -608,6 +629,12 @@ def _beyond(plan: Plan) -> int:
 def _resident_bytes(plan: Plan) -> int:
     """Return what a plan counts around a step, without what is left free."""
     return plan.total_static_bytes - plan.static_bytes.get("reserve", 0)
+
+
+def _num_kept(optimizer: Optimizer) -> int:
+    """Return how many values an optimizer keeps: LBFGS adds to lists of one parameter from step to step."""
+    kept = (value for state in optimizer.state.values() for value in getattr(state, "values", tuple)())
+    return sum(len(value) if isinstance(value, (list, tuple, dict)) else 1 for value in kept)
 
 
 def _drops(options: Options) -> bool:
