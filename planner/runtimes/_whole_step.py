@@ -271,10 +271,10 @@ def step_with(calls: ObservedCalls, *, may_be_logged: bool) -> WholeStep:
     return step
 
 
-def close_step() -> None:
+def close_step(*, is_spoiled: bool = False) -> None:
     """End the measurement of this thread's step, if there is one."""
     if _here.step is not None and _here.step.is_logged:
-        _here.step.close()
+        _here.step.close(is_spoiled=is_spoiled)
 
 
 def close_step_if_over(*_: Any) -> None:

@@ -256,8 +256,10 @@ class AutoRuntime:
     def plan_anew(self, options: Options) -> bool:
         """Plan the next call under other options where the candidate that runs can."""
         self._options = options
-        if not self._may_change or self._instead is not None:
+        if not self._may_change:
             return False
+        if self._instead is not None:
+            self._instead = self._without_graphs()
         self._is_compared, plan = False, self._running.plan
         return self._running.plan_anew(_for(plan.runtime if plan else choose(self._model), options))
 
@@ -269,6 +271,8 @@ class AutoRuntime:
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan a call ahead of it; see :class:`planner.runtimes.ReplannedModel`."""
+        if self._instead is not None and self._kind_of(inputs.args, inputs.kwargs) in self._refused:
+            return self._instead.plan_for(inputs)
         if self._running.plan is not None:
             self._running.plan_for(inputs)
         else:
@@ -350,17 +354,16 @@ class AutoRuntime:
         """Run a call that cannot be captured in the middle of training under ``modules``, within the budget."""
         first_time = self._instead is None
         if self._instead is None:
-            assert self._running.plan is not None
-            without_offload = replace(self._options.after(self._running.plan), offload=Offload(False))
-            self._instead = self._start("modules", None, without_offload)
+            self._instead = self._without_graphs()
         try:
             result = self._instead(*args, **kwargs)
-        except NoPlanFitsError as error:
-            if refusal.does_not_fit:
-                raise refusal.error from None
+        except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
+            if not getattr(self._running, "keeps_old_plans", True):
+                self._running.keeps_old_plans = True  # type: ignore[attr-defined]
+                return self._running(*args, **kwargs)
+            if refusal.does_not_fit or not isinstance(error, NoPlanFitsError):
+                raise refusal.error from None  # it is the call that fails, not its capture
             raise error from refusal.error  # the budget is what stands in the way
-        except (CaptureError, RuntimeUnsupportedError):
-            raise refusal.error from None  # it is the call that fails, not its capture
         if first_time:
             why = str(refusal.error).rstrip(".")
             warnings.warn(f"{why}. Such calls run under the runtime 'modules', within the budget", stacklevel=3)
@@ -368,13 +371,21 @@ class AutoRuntime:
         self._current = self._instead
         return result
 
+    def _without_graphs(self) -> ReplannedModel:
+        plan = self._running.plan
+        options = self._options if plan is None else self._options.after(plan)
+        return self._start("modules", None, replace(options, offload=Offload(False)))
+
     def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a key that ignores the values of numbers: each of them would cost a capture."""
         return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
 
     def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> ReplannedModel:
         options = _for(name, options or self._options)
-        return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=self._prepare)
+        running = runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=self._prepare)
+        if name == "parts":  # where none of its plans has room for a step that runs more, modules may
+            running.keeps_old_plans = self._options.search.solver != _ANY_SOLVER  # type: ignore[attr-defined]
+        return running
 
 
 class _Auto(RuntimeOfCalls):
