@@ -168,7 +168,7 @@ class ObservedCalls:
         """Steps that were measured, the plan then, whether an optimizer's state was there, and bytes of gradients."""
         self._found_bytes = 0
         """Of gradients, when the last one began."""
-        self._is_said = self._is_told = False
+        self._is_said = self._is_told = self._is_cut = False
         self.was_logged = False
         """Whether the last step was measured."""
         self.is_asked = False
@@ -537,8 +537,9 @@ class ObservedCalls:
         asked, plan, made = self.asked, self.plan, self._running.plan
         held_bytes = logged.held_bytes + self._reserve_bytes + (_beyond(made) if made is not None else 0)
         self.is_asked, self.step_bytes = False, held_bytes
-        if plan is None or made is None or not self._to_measure:
-            return
+        is_first_cut, self._is_cut = logged.is_cut and not self._is_cut, logged.is_cut
+        if plan is None or made is None or not self._to_measure or is_first_cut:
+            return  # later plans would pay for one interrupted backward
         self._to_measure -= 1
         is_whole = bool(self._optimizers) or "optimizer" not in plan.static_bytes
         self._logged.append((logged, made, is_whole, self._found_bytes))

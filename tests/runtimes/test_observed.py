@@ -216,6 +216,21 @@ def test_an_optimizer_that_there_is_no_room_for_is_said_and_training_goes_on() -
         step(model, "dropped")
 
 
+def test_later_plans_do_not_pay_for_an_interrupted_backward() -> None:
+    budget_bytes = int(1.3 * smallest_bytes("graph", "held"))
+    model = planner.auto_wrap(Scores(), **options(budget=budget_bytes, runtime="graph", outputs="held"))
+    step(model, "held")
+    loss = model(*batch())["loss"]
+    loss.register_hook(lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    step(model, "held")
+    del loss
+    for _ in range(3):
+        step(model, "held")
+    assert planner.plan_of(model).static_bytes.get("reserve", 0) < 4096
+
+
 def test_a_scope_may_be_open_from_one_log_to_the_next() -> None:
     again = (
         "import torch; from planner.capture.memory import AllocationLog as Log\n"
