@@ -344,7 +344,7 @@ class AutoRuntime:
         if isinstance(last, Plan) or isinstance(last.error, (ForwardError, NoBackwardError)):
             return
         if not last.does_not_fit and not last.is_of_capture:
-            raise last.error
+            raise last.error from refusal.error  # which may be all that stands in the way
         failed = reason(tried)
         if failed is not refusal.error:
             _said(refusal, self._options, "modules")
