@@ -106,7 +106,7 @@ def before_observing(options: Options, around: Observable) -> Options:
     What the user says of either stays as it is.
     """
     if options.training.outputs == AUTO:
-        options = with_outputs(options, HELD)
+        options = trained(options, outputs=HELD)
     if options.training.optimizer != "none" or options.reused_plan is not None or not around.is_observed:
         return options
     return replace(options, optimizer=around.optimizer())
@@ -119,7 +119,7 @@ def or_dropped(run: Callable[[Options], Result], options: Options, *, may_drop: 
     except InfeasibleBudgetError:
         if not may_drop or _drops(options):
             raise
-    return run(with_outputs(options, DROPPED))
+    return run(trained(options, outputs=DROPPED))
 
 
 class ObservedCalls:
@@ -353,7 +353,7 @@ class ObservedCalls:
                 reserve -= error.minimum_feasible_peak_bytes - before.budget_bytes
                 if reserve <= before.static_bytes.get("reserve", 0) and not tried:
                     raise
-                self._start_anew(with_reserve(options, max(reserve, self._reserve_bytes)))
+                self._start_anew(trained(options, reserve=max(reserve, self._reserve_bytes)))
                 continue
             own_bytes, held = plan.peak_bytes - plan.total_static_bytes, self._replayed(plan)
             if not held or None in held or own_bytes in tried:
@@ -365,7 +365,7 @@ class ObservedCalls:
             room = 1 - held_bytes / plan.budget_bytes
             if 0 <= room <= _NEAR or (room > 0 and not plan.recomputations):
                 break
-            self._start_anew(with_reserve(options, self._reserve_for(plan, held_bytes, slope)))
+            self._start_anew(trained(options, reserve=self._reserve_for(plan, held_bytes, slope)))
         if tried:
             fitting = [own for own, (held_bytes, _) in tried.items() if held_bytes <= before.budget_bytes]
             _, options = tried[max(fitting) if fitting else min(tried)]
@@ -461,7 +461,7 @@ class ObservedCalls:
             return  # another plan takes seconds, and this one keeps the budget: the next step may show more
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
-            self.asked, self._has_changed = with_outputs(self.asked or self._options, now), True
+            self.asked, self._has_changed = trained(self.asked or self._options, outputs=now), True
         elif is_more:
             warnings.warn(
                 f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan assumes them to be "
@@ -482,7 +482,7 @@ class ObservedCalls:
             return  # it was made for a step that begins with them
         if not self._is_fixed:
             options = self.asked or self._options
-            self.asked = replace(options, training=replace(options.training, gradient_accumulation=True))
+            self.asked = trained(options, gradient_accumulation=True)
             return
         warnings.warn(
             f"{self.around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
@@ -551,7 +551,7 @@ class ObservedCalls:
             else:
                 # What other calls save grows with what this one does; if it is not known, what is run again may stay.
                 slope = len(logged.calls) if logged.under(self, made) is not None else 0.5
-                self.asked = with_reserve(options, self._reserve_for(plan, held_bytes, slope))
+                self.asked = trained(options, reserve=self._reserve_for(plan, held_bytes, slope))
         if self.asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", len(logged.calls), format_bytes(held_bytes))
             return
@@ -642,14 +642,9 @@ def _drops(options: Options) -> bool:
     return outputs_of(options) == DROPPED
 
 
-def with_reserve(options: Options, reserve_bytes: int) -> Options:
-    """Return the options with so much left free of the budget."""
-    return replace(options, training=replace(options.training, reserve=reserve_bytes))
-
-
-def with_outputs(options: Options, outputs: str) -> Options:
-    """Return the options for a loop that holds the model's outputs, or drops them."""
-    return replace(options, training=replace(options.training, outputs=outputs))
+def trained(options: Options, **training: Any) -> Options:
+    """Return the options for a loop of which something else is known."""
+    return replace(options, training=replace(options.training, **training))
 
 
 def _warn_of(optimizer: Optimizer, kept_bytes: int, model: str, plan: Plan) -> None:

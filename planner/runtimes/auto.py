@@ -256,10 +256,8 @@ class AutoRuntime:
     def plan_anew(self, options: Options) -> bool:
         """Plan the next call under other options where the candidate that runs can."""
         self._options = options
-        if not self._may_change:
+        if not self._may_change or self._instead is not None:
             return False
-        if self._instead is not None:
-            self._instead = self._without_graphs()
         self._is_compared, plan = False, self._running.plan
         return self._running.plan_anew(_for(plan.runtime if plan else choose(self._model), options))
 
@@ -271,8 +269,6 @@ class AutoRuntime:
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Plan a call ahead of it; see :class:`planner.runtimes.ReplannedModel`."""
-        if self._instead is not None and self._kind_of(inputs.args, inputs.kwargs) in self._refused:
-            return self._instead.plan_for(inputs)
         if self._running.plan is not None:
             self._running.plan_for(inputs)
         else:
@@ -354,7 +350,9 @@ class AutoRuntime:
         """Run a call that cannot be captured in the middle of training under ``modules``, within the budget."""
         first_time = self._instead is None
         if self._instead is None:
-            self._instead = self._without_graphs()
+            assert self._running.plan is not None
+            without_offload = replace(self._options.after(self._running.plan), offload=Offload(False))
+            self._instead = self._start("modules", None, without_offload)
         try:
             result = self._instead(*args, **kwargs)
         except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
@@ -370,11 +368,6 @@ class AutoRuntime:
         self._refused.add(self._kind_of(args, kwargs))
         self._current = self._instead
         return result
-
-    def _without_graphs(self) -> ReplannedModel:
-        plan = self._running.plan
-        options = self._options if plan is None else self._options.after(plan)
-        return self._start("modules", None, replace(options, offload=Offload(False)))
 
     def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a key that ignores the values of numbers: each of them would cost a capture."""

@@ -20,7 +20,7 @@ from planner.capture.inputs import expected_losses
 from planner.common.options import chunks_of, grouped
 from planner.common.units import parse_size
 from planner.ir.static_memory import LossMemory
-from tests.models import Stack, linear, mean_square, perceptron, rows
+from tests.models import Layers, Stack, linear, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, step, train, verified
 from tests.tiers import tiered
 
@@ -194,23 +194,19 @@ class WithAuxiliary(Stack):
         return x, {"auxiliary": auxiliary, "again": x}
 
 
-class Scaled(WithAuxiliary):
+class Scaled(Layers, stack=lambda: WithAuxiliary(2), temperature=lambda: nn.Parameter(torch.ones(()))):
     """Gives a temperature before its result, as CLIP does beside its features."""
 
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        self.temperature = nn.Parameter(torch.ones(()))
-
     def forward(self, x: torch.Tensor) -> Any:
-        return self.temperature.exp(), super().forward(x)[0]
+        return self.temperature.exp(), self.stack(x)[0]
 
 
 @pytest.mark.filterwarnings("error:a gradient arrived")
 @pytest.mark.parametrize("name", ["graph", "modules"])
 def test_a_scalar_that_shares_nothing_with_other_outputs_is_no_loss(name: str) -> None:
-    model = wrap(Scaled(2), rows(512), runtime=name)
+    model = wrap(Scaled(), rows(512), runtime=name)
     step(model, rows(512), lambda outputs: mean_square(outputs[0] * outputs[1]))
-    verified(Scaled(2), rows(512), planner.plan_of(model))
+    verified(Scaled(), rows(512), planner.plan_of(model))
 
 
 EXACT = ("graph", "modules", "regional")
