@@ -236,6 +236,10 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
+LATE = "_LateBackward"
+"""The node of outputs that a planned call takes for unused: see :class:`planner.runtimes._gradients.LateGradients`."""
+
+
 def expected_losses(
     shapes: Sequence[Sequence[int]], loss: LossMemory | None = None, outputs: Sequence[torch.Tensor] = ()
 ) -> list[int]:
@@ -248,15 +252,20 @@ def expected_losses(
     """
     seen = [tuple(shape) for shape in shapes]
     if loss is None or loss.outputs is None:
-        computes = set().union(*(_computing(output) for output in outputs if output.dim()))
+        computes = set[Any]().union(*(_computing(output) for output in outputs if output.dim()))
         scalars = [position for position, shape in enumerate(seen) if not shape]
-        of_them = [p for p in scalars if not computes or not computes.isdisjoint(_computing(outputs[p]))]
+        of_them = [p for p in scalars if not computes or _is_loss(outputs[p], computes)]
         return of_them or list(range(len(seen)))
     returned = [shape for shape, _ in loss.outputs]
     firsts = [first for first in range(len(seen)) if seen[first : first + len(returned)] == returned]
     if len(firsts) != 1:
         return list(range(len(seen)))
     return [firsts[0] + position for position, (_, reached) in enumerate(loss.outputs) if reached]
+
+
+def _is_loss(scalar: torch.Tensor, computes: set[Any]) -> bool:
+    """Whether what computes other outputs goes into a scalar; of what one compiled function gives, all is expected."""
+    return scalar.grad_fn not in computes and not computes.isdisjoint(_computing(scalar))
 
 
 def _computing(tensor: torch.Tensor) -> set[Any]:
@@ -278,6 +287,9 @@ def differentiable_in(outputs: Any) -> list[torch.Tensor]:
 def differentiated(outputs: Any, loss: LossMemory | None = None) -> list[torch.Tensor]:
     """Return the outputs that a backward starts from; see :func:`expected_losses`."""
     tensors = differentiable_in(outputs)
+    planned = [t for t in tensors if t.grad_fn is None or t.grad_fn.name() != LATE]
+    if len(planned) < len(tensors):
+        return planned
     return [tensors[position] for position in expected_losses([t.shape for t in tensors], loss, tensors)]
 
 
