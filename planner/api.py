@@ -12,7 +12,7 @@ from torch import nn
 from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
 from planner.analysis.compatibility import check_can_run, check_offload, check_solver, check_strategy, chunked_graph
-from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed, state_of
+from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
 from planner.capture.model_facts import (
     compiled_parts,
     has_several_ranks,
@@ -34,7 +34,6 @@ from planner.findings.finding import collapsed
 from planner.ir.policy import Policy
 from planner.ir.static_memory import SHARDS, LossMemory
 from planner.measure import loss
-from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import PlannedModel, ReplannedModel
@@ -260,10 +259,8 @@ def auto_wrap(
     name = choose(model) if options.runtime.name == "auto" else options.runtime.name
     plans_blocks = name != "modules" and runtimes.get(name).runs_sharded
     around = Observable(
-        name=type(model).__name__,
-        tensors=lambda: state_of(model).values(),
-        device=lambda: of_model(model),
-        spec=lambda: device_spec(of_model(model), options.target.device),
+        model,
+        target=options.target.device,
         is_alone=not (has_several_ranks() or is_sharded(model)),
         plan_together=has_several_ranks() and (plans_blocks or bool(who_agrees(model, options))),
         has_loss=loss_fn is not None,

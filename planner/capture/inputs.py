@@ -236,21 +236,47 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def expected_losses(shapes: Sequence[Sequence[int]], loss: LossMemory | None = None) -> list[int]:
+LATE = "_LateBackward"
+"""The node of outputs that a planned call takes for unused: see :class:`planner.runtimes._gradients.LateGradients`."""
+
+
+def expected_losses(
+    shapes: Sequence[Sequence[int]], loss: LossMemory | None = None, outputs: Sequence[torch.Tensor] = ()
+) -> list[int]:
     """Return, by the sizes of all outputs with gradients, the positions of those that a backward starts from.
 
     What a loss outside depends on is known where it was measured. Otherwise they are the scalars if there are any (a
-    Hugging Face model with labels gives its loss beside its logits), else all. A captured program may give further
-    results, what the forward leaves in attributes, before or after those that it returns.
+    Hugging Face model with labels gives its loss beside its logits), else all. A scalar that shares nothing with what
+    computes other ``outputs`` is no loss of them, but a temperature that CLIP returns beside its features. A captured
+    program may give further results, what the forward leaves in attributes, before or after those that it returns.
     """
     seen = [tuple(shape) for shape in shapes]
     if loss is None or loss.outputs is None:
-        return [position for position, shape in enumerate(seen) if not shape] or list(range(len(seen)))
+        computes = set[Any]().union(*(_computing(output) for output in outputs if output.dim()))
+        scalars = [position for position, shape in enumerate(seen) if not shape]
+        of_them = [p for p in scalars if not computes or _is_loss(outputs[p], computes)]
+        return of_them or list(range(len(seen)))
     returned = [shape for shape, _ in loss.outputs]
     firsts = [first for first in range(len(seen)) if seen[first : first + len(returned)] == returned]
     if len(firsts) != 1:
         return list(range(len(seen)))
     return [firsts[0] + position for position, (_, reached) in enumerate(loss.outputs) if reached]
+
+
+def _is_loss(scalar: torch.Tensor, computes: set[Any]) -> bool:
+    """Whether what computes other outputs goes into a scalar; of what one compiled function gives, all is expected."""
+    return scalar.grad_fn not in computes and not computes.isdisjoint(_computing(scalar))
+
+
+def _computing(tensor: torch.Tensor) -> set[Any]:
+    """Return the nodes of autograd that a tensor comes from, without leaves."""
+    found, pending = set[Any](), [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found and node.next_functions:
+            found.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return found
 
 
 def differentiable_in(outputs: Any) -> list[torch.Tensor]:
@@ -261,7 +287,10 @@ def differentiable_in(outputs: Any) -> list[torch.Tensor]:
 def differentiated(outputs: Any, loss: LossMemory | None = None) -> list[torch.Tensor]:
     """Return the outputs that a backward starts from; see :func:`expected_losses`."""
     tensors = differentiable_in(outputs)
-    return [tensors[position] for position in expected_losses([t.shape for t in tensors], loss)]
+    planned = [t for t in tensors if t.grad_fn is None or t.grad_fn.name() != LATE]
+    if len(planned) < len(tensors):
+        return planned
+    return [tensors[position] for position in expected_losses([t.shape for t in tensors], loss, tensors)]
 
 
 def are_dropped(outputs: str, losses: Sequence[torch.Tensor], loss: Any) -> bool:
@@ -271,7 +300,7 @@ def are_dropped(outputs: str, losses: Sequence[torch.Tensor], loss: Any) -> bool
 
 def run_backward(losses: Sequence[torch.Tensor]) -> None:
     """Differentiate losses, or outputs of any sizes in their place."""
-    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if losses[0].dim() else None)
+    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses] if any(t.dim() for t in losses) else None)
 
 
 def run_step(call: Callable[[], Any], loss_fn: LossFunction | None, outputs: str = HELD) -> Any:

@@ -544,7 +544,7 @@ def loss_outputs(graph_module: fx.GraphModule, loss: LossMemory | None = None) -
     """Return the positions of the outputs that a backward starts from; see ``capture.inputs.expected_losses``."""
     values, differentiable = _output_values(graph_module), differentiable_outputs(graph_module)
     shapes = [tuple(map(hint_of, values[i].shape)) for i in differentiable]  # to compare symbols would pin them
-    return [differentiable[i] for i in expected_losses(shapes, loss)]
+    return [differentiable[i] for i in expected_losses(shapes, loss, [values[i] for i in differentiable])]
 
 
 def _output_values(graph_module: fx.GraphModule) -> list[Any]:

@@ -41,7 +41,7 @@ from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import weakly
 from planner.runtimes._gradients import planned_node, watched
-from planner.runtimes._observed import with_outputs
+from planner.runtimes._observed import trained
 from planner.runtimes.inductor import InductorRuntime, check_can_compile
 from planner.session.capture_progress import log_progress
 from planner.session.step import Options, PlannedStep, lower_as_run, study_lowered
@@ -170,7 +170,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         assert options.budget.size is not None
         # Outputs of a graph go to the code between graphs, which is not observed.
-        self.options = with_outputs(options, HELD) if options.training.outputs == AUTO else options
+        self.options = trained(options, outputs=HELD) if options.training.outputs == AUTO else options
         self._budget_bytes = parse_size(options.budget.size)
         self.reset()
 

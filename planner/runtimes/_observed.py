@@ -23,13 +23,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cost_models.devices import DeviceSpec
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, state_of
+from planner.capture.model_facts import of_model
 from planner.capture.torch_internals import at_end_of_backward, entered, is_transformed, storage_of, storages_on_cpu
 from planner.capture.trees import leaf_tensors, leaves_of, tensors_in
 from planner.common.options import AUTO, DROPPED, HELD, KEPT, OPTIMIZERS
 from planner.common.units import format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
 from planner.ir.static_memory import FINDS, LossMemory
+from planner.measure.devices import device_spec
 from planner.measure.optimizers import OptimizerMemory, kept_for, memory_of_existing
 from planner.plans.plan import Plan
 from planner.report.verdict import brief
@@ -54,13 +56,11 @@ _ORDER = (DROPPED, HELD, KEPT)
 
 @dataclass(frozen=True)
 class Observable:
-    """What is observed of: a model's tensors, where they are, and whether one process trains all of them."""
+    """What is observed of: a model, and whether one process trains all of it."""
 
-    name: str
-    tensors: Callable[[], Iterable[torch.Tensor]]
-    device: Callable[[], torch.device]
-    """Gives the device where the model is now: it may have moved since it was wrapped."""
-    spec: Callable[[], DeviceSpec]
+    model: nn.Module
+    target: str | None
+    """The device that is planned for, by name, if it is not the model's."""
     is_alone: bool
     """Several ranks measure no whole steps, which differ between them."""
     plan_together: bool
@@ -73,9 +73,26 @@ class Observable:
         """Whether anything is observed."""
         return self.is_alone or self.plan_together
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self.model).__name__
+
+    def device(self) -> torch.device:
+        """Return where the model is now: it may have moved since it was wrapped."""
+        return of_model(self.model)
+
+    def spec(self) -> DeviceSpec:
+        """Describe the device that is planned for."""
+        return device_spec(self.device(), self.target)
+
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once."""
-        return [*{id(p): p for p in self.tensors() if isinstance(p, nn.Parameter)}.values()]
+        return [*self.model.parameters()]
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return all that the model has."""
+        return state_of(self.model).values()
 
     def optimizer(self) -> OptimizerMemory | None:
         """Return what the optimizers that exist need."""
@@ -89,7 +106,7 @@ def before_observing(options: Options, around: Observable) -> Options:
     What the user says of either stays as it is.
     """
     if options.training.outputs == AUTO:
-        options = with_outputs(options, HELD)
+        options = trained(options, outputs=HELD)
     if options.training.optimizer != "none" or options.reused_plan is not None or not around.is_observed:
         return options
     return replace(options, optimizer=around.optimizer())
@@ -102,7 +119,7 @@ def or_dropped(run: Callable[[Options], Result], options: Options, *, may_drop: 
     except InfeasibleBudgetError:
         if not may_drop or _drops(options):
             raise
-    return run(with_outputs(options, DROPPED))
+    return run(trained(options, outputs=DROPPED))
 
 
 class ObservedCalls:
@@ -128,14 +145,14 @@ class ObservedCalls:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those whose state is counted."""
         self._num_kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Of how many parameters an optimizer had state when that was looked at: to do so takes as long as a kernel."""
+        """How many values an optimizer kept when their bytes were counted, which takes as long as a kernel."""
         self._is_first, self._has_changed = True, False
         self._before: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages that were on a CPU before the first call."""
         # A budget for what a step adds is not for what is there before it.
         self._has_gradients_counted = options.training.gradient_accumulation or options.budget.size is None
-        self._trained: tuple[Plan | None, list[weakref.ref[nn.Parameter]]] = None, []
-        """Parameters under the last plan: collecting them takes as long as a dozen small operations."""
+        self._trained: tuple[Plan | None, list[tuple[weakref.ref[nn.Module], str]]] = None, []
+        """Where parameters were under the last plan: collecting them takes as long as a dozen small operations."""
         self._known_calls: list[Any] = []
         """What calls were like that need no new capture."""
         self._kind = -1
@@ -151,7 +168,7 @@ class ObservedCalls:
         """Steps that were measured, the plan then, whether an optimizer's state was there, and bytes of gradients."""
         self._found_bytes = 0
         """Of gradients, when the last one began."""
-        self._is_said = self._is_told = False
+        self._is_said = self._is_told = self._is_cut = False
         self.was_logged = False
         """Whether the last step was measured."""
         self.is_asked = False
@@ -207,7 +224,8 @@ class ObservedCalls:
                 found = before_observing(self._options, self.around)
                 self.asked = found if found.optimizer is not None else None
             if self.wants_measure and self.around.device().type == "cpu":
-                self._before.update(storages_on_cpu())
+                own = {*map(storage_of, tensors_in([*self.around.tensors()]))}  # a loop may assign others, and keep it
+                self._before.update(storage for storage in storages_on_cpu() if storage not in own)
         if self.seen is not None and self._to_watch:
             self._conclude(self.seen[0], are_held=self.seen[1])
         if not self._has_gradients_counted and self.plan is not None:
@@ -335,7 +353,7 @@ class ObservedCalls:
                 reserve -= error.minimum_feasible_peak_bytes - before.budget_bytes
                 if reserve <= before.static_bytes.get("reserve", 0) and not tried:
                     raise
-                self._start_anew(with_reserve(options, max(reserve, self._reserve_bytes)))
+                self._start_anew(trained(options, reserve=max(reserve, self._reserve_bytes)))
                 continue
             own_bytes, held = plan.peak_bytes - plan.total_static_bytes, self._replayed(plan)
             if not held or None in held or own_bytes in tried:
@@ -347,7 +365,7 @@ class ObservedCalls:
             room = 1 - held_bytes / plan.budget_bytes
             if 0 <= room <= _NEAR or (room > 0 and not plan.recomputations):
                 break
-            self._start_anew(with_reserve(options, self._reserve_for(plan, held_bytes, slope)))
+            self._start_anew(trained(options, reserve=self._reserve_for(plan, held_bytes, slope)))
         if tried:
             fitting = [own for own, (held_bytes, _) in tried.items() if held_bytes <= before.budget_bytes]
             _, options = tried[max(fitting) if fitting else min(tried)]
@@ -443,7 +461,7 @@ class ObservedCalls:
             return  # another plan takes seconds, and this one keeps the budget: the next step may show more
         if self._may_drop:
             _log.info("outputs (%s) are %s: the step is planned again", format_bytes(size_bytes), now)
-            self.asked, self._has_changed = with_outputs(self.asked or self._options, now), True
+            self.asked, self._has_changed = trained(self.asked or self._options, outputs=now), True
         elif is_more:
             warnings.warn(
                 f"{format_bytes(size_bytes)} of outputs are {now} by the loop, and the plan assumes them to be "
@@ -464,7 +482,7 @@ class ObservedCalls:
             return  # it was made for a step that begins with them
         if not self._is_fixed:
             options = self.asked or self._options
-            self.asked = replace(options, training=replace(options.training, gradient_accumulation=True))
+            self.asked = trained(options, gradient_accumulation=True)
             return
         warnings.warn(
             f"{self.around.name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier "
@@ -484,10 +502,13 @@ class ObservedCalls:
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients that are there."""
         if self.plan is not self._trained[0]:
-            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
-            self._trained = self.plan, [weakref.ref(p) for p in self.around.parameters() if p.is_leaf]
-        parameters = (p for reference in self._trained[1] if (p := reference()) is not None)
-        return [p.grad for p in parameters if p.grad is not None]
+            named = [(module, module.named_parameters(recurse=False)) for module in self.around.model.modules()]
+            places = {id(p): (weakref.ref(module), name) for module, own in named for name, p in own}
+            self._trained = self.plan, [*places.values()]
+        modules = ((module, name) for reference, name in self._trained[1] if (module := reference()) is not None)
+        parameters = (module._parameters.get(name) for module, name in modules)  # load_state_dict may assign others
+        # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
+        return [p.grad for p in parameters if p is not None and p.is_leaf and p.grad is not None]
 
     def _tell_found(self, step: WholeStep, given: Any) -> None:
         """Say what a call finds of its own on the device, and on a CPU, which does not say, what is there beside it."""
@@ -516,8 +537,9 @@ class ObservedCalls:
         asked, plan, made = self.asked, self.plan, self._running.plan
         held_bytes = logged.held_bytes + self._reserve_bytes + (_beyond(made) if made is not None else 0)
         self.is_asked, self.step_bytes = False, held_bytes
-        if plan is None or made is None or not self._to_measure:
-            return
+        is_first_cut, self._is_cut = logged.is_cut and not self._is_cut, logged.is_cut
+        if plan is None or made is None or not self._to_measure or is_first_cut:
+            return  # later plans would pay for one interrupted backward
         self._to_measure -= 1
         is_whole = bool(self._optimizers) or "optimizer" not in plan.static_bytes
         self._logged.append((logged, made, is_whole, self._found_bytes))
@@ -529,7 +551,7 @@ class ObservedCalls:
             else:
                 # What other calls save grows with what this one does; if it is not known, what is run again may stay.
                 slope = len(logged.calls) if logged.under(self, made) is not None else 0.5
-                self.asked = with_reserve(options, self._reserve_for(plan, held_bytes, slope))
+                self.asked = trained(options, reserve=self._reserve_for(plan, held_bytes, slope))
         if self.asked is not asked:
             _log.info("a step of %s calls held %s: it is planned again", len(logged.calls), format_bytes(held_bytes))
             return
@@ -558,10 +580,10 @@ class ObservedCalls:
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Count the state of an optimizer that steps this model's parameters, if the plan does not."""
         plan, options = self.plan, self._options
-        is_known = optimizer in self._optimizers or self._num_kept.get(optimizer) == len(optimizer.state)
-        if plan is None or options.budget.size is None or is_known:
+        num_kept = _num_kept(optimizer)
+        if plan is None or options.budget.size is None or self._num_kept.get(optimizer) == num_kept:
             return
-        self._num_kept[optimizer] = len(optimizer.state)
+        self._num_kept[optimizer] = num_kept
         alignment_bytes, parameters = self.around.spec().alignment_bytes, self.around.parameters()
         if not kept_for(optimizer, parameters, alignment_bytes):
             return  # of another model, or of stand-ins of its parameters
@@ -610,18 +632,19 @@ def _resident_bytes(plan: Plan) -> int:
     return plan.total_static_bytes - plan.static_bytes.get("reserve", 0)
 
 
+def _num_kept(optimizer: Optimizer) -> int:
+    """Return how many values an optimizer keeps: LBFGS adds to lists of one parameter from step to step."""
+    kept = (value for state in optimizer.state.values() for value in getattr(state, "values", tuple)())
+    return sum(len(value) if isinstance(value, (list, tuple, dict)) else 1 for value in kept)
+
+
 def _drops(options: Options) -> bool:
     return outputs_of(options) == DROPPED
 
 
-def with_reserve(options: Options, reserve_bytes: int) -> Options:
-    """Return the options with so much left free of the budget."""
-    return replace(options, training=replace(options.training, reserve=reserve_bytes))
-
-
-def with_outputs(options: Options, outputs: str) -> Options:
-    """Return the options for a loop that holds the model's outputs, or drops them."""
-    return replace(options, training=replace(options.training, outputs=outputs))
+def trained(options: Options, **training: Any) -> Options:
+    """Return the options for a loop of which something else is known."""
+    return replace(options, training=replace(options.training, **training))
 
 
 def _warn_of(optimizer: Optimizer, kept_bytes: int, model: str, plan: Plan) -> None:

@@ -26,6 +26,7 @@ from planner.errors import CaptureError, InfeasibleBudgetError
 from planner.ir.layers import is_within
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
+from planner.runtimes._whole_step import close_step
 
 TRIES = 8
 """How many steps are recorded of a forward that draws random numbers."""
@@ -188,6 +189,7 @@ class Routes:
 
 def warn_of_another(model: nn.Module, differs: Sequence[str], *, is_planned: bool = True) -> None:
     """Warn that a step is another than the one that was planned."""
+    close_step(is_spoiled=True)  # what it holds above its plan is not beside it
     then = "the next is planned for such steps too" if is_planned else "others may too, unplanned"
     warnings.warn(
         f"{type(model).__name__} does not run as planned ({'; '.join(differs[:3])}"

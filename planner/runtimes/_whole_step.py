@@ -75,6 +75,8 @@ class LoggedStep:
     parts: tuple[Part, ...]
     calls: tuple[tuple[weakref.ref[ObservedCalls], CallMemory | None], ...]
     kinds: frozenset[int]
+    is_cut: bool = False
+    """Whether the backward of one of its calls never came: it was interrupted, say."""
 
     def models(self) -> list[ObservedCalls]:
         """Return the models of its calls, once for each call."""
@@ -153,6 +155,8 @@ class WholeStep:
         """Of the gradients of the outputs, when the first backward began; and whether a model planned meanwhile."""
         self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The storages of the inputs of its calls."""
+        self._to_come: set[int] = set()
+        """The calls whose backward has not begun."""
         self.kinds: set[int] = set()
         """What its calls are like."""
 
@@ -181,6 +185,7 @@ class WholeStep:
             output.grad_fn.register_prehook(call.begin)  # type: ignore[union-attr]
         with _lock:
             _calls.add(call)
+        self._to_come.update([len(self.calls)] if starts else [])
         self.calls.append((weakref.ref(calls), calls.plan.call_memory if calls.plan is not None else None))
         if self._log is not None:
             self._mark(_RETURNED, len(self.calls) - 1)
@@ -188,6 +193,7 @@ class WholeStep:
 
     def begun(self, gradients: Any, call: int) -> None:
         """Note that a backward comes to one of the calls with these gradients."""
+        self._to_come.discard(call)
         last = next((what for what, of in reversed(self._marks) if what == _ENDED or of == call), "")
         if last not in (_RETURNED, _ENDED):
             return  # there is no log, or it comes to another of its outputs
@@ -230,6 +236,7 @@ class WholeStep:
             parts=tuple(self._parts(parts[:until])),
             calls=tuple(self.calls),
             kinds=frozenset(self.kinds),
+            is_cut=bool(self._to_come),
         )
         for model in dict.fromkeys(self.models()):
             model.see_step(logged, self._loss(parts))
@@ -271,16 +278,16 @@ def step_with(calls: ObservedCalls, *, may_be_logged: bool) -> WholeStep:
     return step
 
 
-def close_step() -> None:
+def close_step(*, is_spoiled: bool = False) -> None:
     """End the measurement of this thread's step, if there is one."""
     if _here.step is not None and _here.step.is_logged:
-        _here.step.close()
+        _here.step.close(is_spoiled=is_spoiled)
 
 
 def close_step_if_over(*_: Any) -> None:
     """End the measurement unless a backward is to come: of two models one may step, or be evaluated, before it."""
-    if _here.step is not None and _here.step.is_logged and not _here.goes_on():
-        _here.step.close()
+    if not _here.goes_on():
+        close_step()
 
 
 register_optimizer_step_pre_hook(close_step_if_over)

@@ -340,7 +340,7 @@ class AutoRuntime:
         if isinstance(last, Plan) or isinstance(last.error, (ForwardError, NoBackwardError)):
             return
         if not last.does_not_fit and not last.is_of_capture:
-            raise last.error
+            raise last.error from refusal.error  # which may be all that stands in the way
         failed = reason(tried)
         if failed is not refusal.error:
             _said(refusal, self._options, "modules")
@@ -355,12 +355,13 @@ class AutoRuntime:
             self._instead = self._start("modules", None, without_offload)
         try:
             result = self._instead(*args, **kwargs)
-        except NoPlanFitsError as error:
-            if refusal.does_not_fit:
-                raise refusal.error from None
+        except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as error:
+            if not getattr(self._running, "keeps_old_plans", True):
+                self._running.keeps_old_plans = True  # type: ignore[attr-defined]
+                return self._running(*args, **kwargs)
+            if refusal.does_not_fit or not isinstance(error, NoPlanFitsError):
+                raise refusal.error from None  # it is the call that fails, not its capture
             raise error from refusal.error  # the budget is what stands in the way
-        except (CaptureError, RuntimeUnsupportedError):
-            raise refusal.error from None  # it is the call that fails, not its capture
         if first_time:
             why = str(refusal.error).rstrip(".")
             warnings.warn(f"{why}. Such calls run under the runtime 'modules', within the budget", stacklevel=3)
@@ -374,7 +375,10 @@ class AutoRuntime:
 
     def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> ReplannedModel:
         options = _for(name, options or self._options)
-        return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=self._prepare)
+        running = runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=self._prepare)
+        if name == "parts":  # where none of its plans has room for a step that runs more, modules may
+            running.keeps_old_plans = self._options.search.solver != _ANY_SOLVER  # type: ignore[attr-defined]
+        return running
 
 
 class _Auto(RuntimeOfCalls):

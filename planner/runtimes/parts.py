@@ -93,6 +93,8 @@ class PartsRuntime(CallsInSituations):
         self._misses = 0
         self._before: dict[Any, Decided] = {}
         """Plans of situations that are to be planned again, in case that fails."""
+        self.keeps_old_plans = True
+        """Whether a situation for which no plan fits any more keeps the one it had."""
         self._made: dict[Any, list[PartsPlan]] = {}
         """Plans by all that they depend on but sizes."""
         self._parts: dict[Any, _PlannedParts] = {}
@@ -125,7 +127,7 @@ class PartsRuntime(CallsInSituations):
                 made = plan_parts(self.model, inputs, self.options, step, self._eager, **self.known)
                 self._made.setdefault(kind, []).append(replace(made, sizes=sizes))
         except (InfeasibleBudgetError, CaptureError) as error:
-            if situation not in self._before:
+            if situation not in self._before or not self.keeps_old_plans:
                 raise
             warnings.warn(f"some steps of {type(self.model).__name__} break the budget: {error}", stacklevel=7)
             self.put_in_force(self._before[situation][0])  # none is after options have changed

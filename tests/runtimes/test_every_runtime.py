@@ -20,8 +20,8 @@ from planner.capture.inputs import expected_losses
 from planner.common.options import chunks_of, grouped
 from planner.common.units import parse_size
 from planner.ir.static_memory import LossMemory
-from tests.models import Stack, linear, mean_square, perceptron, rows
-from tests.runtimes.steps import assert_same, hold_peak, step, train
+from tests.models import Layers, Stack, linear, mean_square, perceptron, rows
+from tests.runtimes.steps import assert_same, hold_peak, step, train, verified
 from tests.tiers import tiered
 
 SIZES = (128, 512, 16, 512)
@@ -192,6 +192,21 @@ class WithAuxiliary(Stack):
             y = block(x)
             x, auxiliary = x + y, auxiliary + mean_square(y)
         return x, {"auxiliary": auxiliary, "again": x}
+
+
+class Scaled(Layers, stack=lambda: WithAuxiliary(2), temperature=lambda: nn.Parameter(torch.ones(()))):
+    """Gives a temperature before its result, as CLIP does beside its features."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.temperature.exp(), self.stack(x)[0]
+
+
+@pytest.mark.filterwarnings("error:a gradient arrived")
+@pytest.mark.parametrize("name", ["graph", "modules"])
+def test_a_scalar_that_shares_nothing_with_other_outputs_is_no_loss(name: str) -> None:
+    model = wrap(Scaled(), rows(512), runtime=name)
+    step(model, rows(512), lambda outputs: mean_square(outputs[0] * outputs[1]))
+    verified(Scaled(), rows(512), planner.plan_of(model))
 
 
 EXACT = ("graph", "modules", "regional")

@@ -119,8 +119,10 @@ def test_a_budget_that_only_a_dropping_loop_keeps_is_tried(runtime: str) -> None
 @pytest.mark.parametrize("runtime", ["graph", "auto"])
 def test_the_plan_goes_on_where_none_has_room_for_gradients(runtime: str) -> None:
     model = planner.auto_wrap(Scores(), **options(budget=smallest_bytes("graph", "dropped"), runtime=runtime))
-    model(*batch())["loss"].backward()
+    step(model, "dropped"), step(model, "dropped")
     plan = planner.plan_of(model)
+    model.load_state_dict(Scores().state_dict(), assign=True)  # gradients of these count too
+    step(model, "dropped")
     with pytest.warns(UserWarning, match="plan in force stays, and does not count the gradients"):
         model(*batch())["loss"].backward()
     model(*batch())["loss"].backward()
@@ -169,12 +171,13 @@ def test_what_a_call_leaves_in_the_model_is_not_dropped(runtime: str) -> None:
 
 
 class Momentum(torch.optim.Optimizer):
-    """An optimizer of one's own, whose state is known only once it has stepped."""
+    """An optimizer of one's own, whose state is known only once it has stepped, and grows in its second step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter].setdefault("moment", torch.zeros_like(parameter)).add_(parameter.grad)
+            gradients = self.state[parameter].setdefault("last", [])
+            gradients[:] = [*gradients[-1:], parameter.grad.clone()]
 
 
 MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -211,6 +214,21 @@ def test_an_optimizer_that_there_is_no_room_for_is_said_and_training_goes_on() -
         step(model, "dropped")
     with warnings.catch_warnings(action="error"):
         step(model, "dropped")
+
+
+def test_later_plans_do_not_pay_for_an_interrupted_backward() -> None:
+    budget_bytes = int(1.3 * smallest_bytes("graph", "held"))
+    model = planner.auto_wrap(Scores(), **options(budget=budget_bytes, runtime="graph", outputs="held"))
+    step(model, "held")
+    loss = model(*batch())["loss"]
+    loss.register_hook(lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    step(model, "held")
+    del loss
+    for _ in range(3):
+        step(model, "held")
+    assert planner.plan_of(model).static_bytes.get("reserve", 0) < 4096
 
 
 def test_a_scope_may_be_open_from_one_log_to_the_next() -> None:

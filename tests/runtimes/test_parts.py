@@ -17,7 +17,7 @@ import planner
 from planner.capture.joint_capture import CallOfAnySize
 from planner.capture.memory import measure_peak
 from planner.common.options import grouped
-from planner.errors import CaptureError, InfeasibleBudgetError
+from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from tests.models import WIDTH, Layers, OneLinear, linear, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, beside, step, train, wrap_and_hold
 from tests.runtimes.test_contract import Looks
@@ -90,6 +90,9 @@ class ChecksPoints(Looks):
 def test_a_model_that_checkpoints_itself_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"calls torch.utils.checkpoint itself"):
         planner.plan(ChecksPoints(perceptron), rows(), budget="100%", runtime="parts")
+    with pytest.raises(UsageError, match=r"call block\(x\) there .* Where the runtime 'graph' can") as refused:
+        planner.auto_wrap(ChecksPoints(perceptron), budget="1GiB")(rows())
+    assert isinstance(refused.value.__cause__, CaptureError)
 
 
 def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:

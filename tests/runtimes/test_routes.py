@@ -153,6 +153,26 @@ def test_experts_that_are_given_more_rows_are_said_and_planned() -> None:
             step(model, x)
 
 
+def test_where_parts_have_no_plan_any_more_modules_run() -> None:
+    """What is given more rows than planned stays eager in parts, and is recomputed nowhere."""
+    few, many = rows(512), rows(512)
+    few[:, 0], many[:, 0] = torch.tensor([-1.0, 1.0]).repeat(256), -1.0
+    budget_bytes = int(0.8 * planner.plan(Stack(3, Experts), many, budget="100%").baseline_peak_bytes)
+    model = planner.auto_wrap(Stack(3, Experts), **grouped(budget=budget_bytes, time_limit_seconds=0.5))
+    with pytest.warns(UserWarning, match="'parts' instead of 'graph'"):
+        step(model, few)
+    for x in (few, many):
+        step(model, x)
+    with pytest.warns(UserWarning, match="no plan fits .*Such calls run under the runtime 'modules'"):
+        step(model, many)
+    model.zero_grad()
+    with record() as recording:
+        step(model, many)
+    plan = planner.plan_of(model)
+    assert plan.runtime == "modules"
+    assert plan.total_static_bytes + peak_of(recording, alignment_bytes=1) <= plan.peak_bytes <= budget_bytes
+
+
 def test_what_two_steps_need_checkpointed_is_never_one_inside_the_other() -> None:
     """A module that runs again is not checkpointed inside: what it saves then would not be what it saved before."""
     chosen = {"layers.1.mlp": {}, "layers.1": {"mm": (0,)}, "layers.10": {}, "layers.2.mlp": {}, "layers.2.norm": {}}

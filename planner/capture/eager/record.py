@@ -159,9 +159,10 @@ class _Recording:
         recorder.sums.watch(tensors)
         if not tensors:
             raise NoBackwardError("nothing of the model needs a backward: no output requires gradients")
-        if all(t.dim() for t in tensors):
-            recorder.trace.outside_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        return differentiated(outputs, self.loss)
+        losses = differentiated(outputs, self.loss)
+        if any(t.dim() for t in losses):
+            recorder.trace.outside_bytes = sum(t.numel() * t.element_size() for t in losses)
+        return losses
 
 
 def _backward(recorder: Recorder, losses: list[torch.Tensor], loss: LossMemory | None) -> None:

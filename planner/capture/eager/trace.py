@@ -30,8 +30,8 @@ from planner.errors import UsageError
 
 _CHECKPOINTS_ITSELF = (
     "the model calls torch.utils.checkpoint itself, at {}; under the runtime 'modules' the plan decides what is "
-    "recomputed: call block(x) there instead of checkpoint(block, x), or plan for the runtime 'graph', which captures "
-    "through such calls and replaces them"
+    "recomputed: call block(x) there instead of checkpoint(block, x). Where the runtime 'graph' can capture a "
+    "model, it replaces such calls"
 )
 
 _RECORD = os.path.join(os.path.dirname(__file__), "record.py")
