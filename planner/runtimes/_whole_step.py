@@ -279,8 +279,8 @@ def close_step() -> None:
 
 def close_step_if_over(*_: Any) -> None:
     """End the measurement unless a backward is to come: of two models one may step, or be evaluated, before it."""
-    if _here.step is not None and _here.step.is_logged and not _here.goes_on():
-        _here.step.close()
+    if not _here.goes_on():
+        close_step()
 
 
 register_optimizer_step_pre_hook(close_step_if_over)
