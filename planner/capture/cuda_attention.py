@@ -173,16 +173,14 @@ def attention_on(spec: DeviceSpec) -> Attention:
         options = {"dropout_p": dropout_p, "is_causal": is_causal}
         kernel = choose(spec, query, key, value, attn_mask, enable_gqa=enable_gqa, **options)
         if kernel == "math":
-            result: Tensor = aten._scaled_dot_product_attention_math(
+            return aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )[0]
-            return result
         if kernel == "flash":
             return _run_flash(query, key, value, scale=scale, **options)
         mask = None if attn_mask is None else _added(attn_mask, query, key, pad=kernel == "efficient")
         trains = any(tensor.requires_grad for tensor in (query, key, value))
-        fused = _FUSED[kernel](query, key, value, mask, trains, dropout_p, is_causal, scale=scale)
-        return fused[0]
+        return _FUSED[kernel](query, key, value, mask, trains, dropout_p, is_causal, scale=scale)[0]
 
     return attention
 

@@ -84,8 +84,7 @@ def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[st
     """Let Inductor compile a program that has no backward, as ``torch.compile`` does by default."""
     from torch._inductor.compile_fx import compile_fx
 
-    run: Any = compile_fx(graph_module, inputs, config_patches=dict(settings))
-    return run
+    return compile_fx(graph_module, inputs, config_patches=dict(settings))  # type: ignore[return-value]
 
 
 class _Drafted(BaseException):
@@ -255,8 +254,7 @@ def _compile_with_inductor(
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches | OUTSIDE_AUTOCAST):
-        run: Any = compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)
-        return run
+        return compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)  # type: ignore[return-value]
 
 
 _WORTH_A_CALL_BYTES = 1 << 20

@@ -364,13 +364,14 @@ def placed(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
     given = next((t.device for t in inputs.tensors() if not t.is_meta), None)
     device = given or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with fake_mode():
-        there = {key: _like(tensor, device) for key, tensor in on_meta.items()}
+        there = {key: of_its_kind(tensor, device) for key, tensor in on_meta.items()}
     state = {name: there[id(tensor)] for name, tensor in state_of(model).items() if id(tensor) in there}
     with other_state(model, state):
         yield inputs.map_tensors(lambda tensor: there.get(id(tensor), tensor))
 
 
-def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def of_its_kind(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return what :func:`alike` does, as a parameter if the tensor is one."""
     made = alike(tensor, device)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from types import CodeType
 from typing import Any
@@ -408,7 +409,7 @@ class Backend:
         def make_program(joint: JointGraph, given: Sequence[Any]) -> Program:
             backend = own()
             assert backend is not None
-            return (backend.make_program or plainly(backend.partition))(joint, given)
+            return (backend.make_program or partial(plainly, backend.partition))(joint, given)
 
         is_made_later = is_sized or (self.make_program is not None and self.compiler is aot_backend)
         programs = Programs(make_program, is_sized=is_sized) if is_made_later else None
@@ -446,7 +447,7 @@ class Backend:
         if self.finish is not None:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
-        return run if branches is None else _under(branches, run)
+        return run if branches is None else partial(_checked, branches, run)
 
     def captured(self, joint: fx.GraphModule, num_forward_outputs: int, **facts: Any) -> JointGraph:
         """Return a joint graph with equal operations merged; UnsupportedModelError for what no plan can hold."""
@@ -527,12 +528,9 @@ def _check_apart(joint: JointGraph) -> None:
         raise UnsupportedModelError("it writes into one of several inputs that share memory: pass copies, x.clone()")
 
 
-def _under(branches: Branches, run: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(*inputs: Any) -> Any:
-        branches.check(inputs)
-        return run(*inputs)
-
-    return checked
+def _checked(branches: Branches, run: Callable[..., Any], *inputs: Any) -> Any:
+    branches.check(inputs)
+    return run(*inputs)
 
 
 def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:

@@ -139,14 +139,10 @@ MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
 """From a joint graph with symbols, and what it is given at the sizes of a call, to what runs there."""
 
 
-def plainly(partition: Callable[[JointGraph], Halves]) -> MakeProgram:
-    """Return a partition function that first replaces symbols by the sizes of the call."""
-
-    def made(joint: JointGraph, given: Sequence[Any]) -> Program:
-        forward, backward = partition(at_sizes(joint, given))
-        return Program(boxed(forward), boxed(backward), halves=(forward, backward))
-
-    return made
+def plainly(partition: Callable[[JointGraph], Halves], joint: JointGraph, given: Sequence[Any]) -> Program:
+    """Return the program of a partition function, for which symbols are first replaced by the sizes of the call."""
+    forward, backward = partition(at_sizes(joint, given))
+    return Program(boxed(forward), boxed(backward), halves=(forward, backward))
 
 
 class Programs:

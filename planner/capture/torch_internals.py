@@ -209,11 +209,8 @@ def _donates_nothing(
 
 def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     """Return a compiler that always returns one boxed function."""
-
-    def run(arguments: list[Any]) -> Any:
-        return function(arguments)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
+    run: Any = partial(function)
+    run._boxed_call = True
     return lambda _graph_module, _example_inputs: run
 
 
@@ -627,9 +624,7 @@ def eager_kernels(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 _RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"
 _check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
-
-FOLLOWS_LEAVES = _check_returned_leaves is not None
-"""Whether Dynamo follows ``requires_grad_()`` of what a forward computes."""
+"""Dynamo has it where it follows ``requires_grad_()`` of what a forward computes."""
 
 
 @contextmanager

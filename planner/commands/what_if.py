@@ -76,17 +76,14 @@ class _WhatIf(AboutModel):
 def _check(args: argparse.Namespace) -> None:
     """Check the options before minutes of work."""
     from planner import solvers, zoo
-    from planner.analysis.compatibility import check_offload, check_solver
+    from planner.analysis.compatibility import check_offload
     from planner.analysis.trade_off import answers as methods
     from planner.analysis.trade_off import ranges
 
-    _asked.check_model(args)
-    picked(Training, vars(args))
+    _asked.check_solving(args)
     _asked.check_offload(args)
     if args.offload is True and not solvers.get(args.solver).offloads:
         raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
-    _asked.check_target(args)
-    check_solver(args.runtime, args.solver)
     check_offload(args.runtime, picked(Offload, vars(args)))
     methods.check(args.solvers, args.runtime)
     if args.budgets is not None:
@@ -95,7 +92,7 @@ def _check(args: argparse.Namespace) -> None:
     if sizes and not args.budget:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE, which they are to fit")
     zoo.check_sizes(args.model or args.name, {name: max(getattr(args, f"{name}s").values) for name in sizes})
-    _asked.check_writable(args.json, args.html)
+    _asked.check_writable(args.html)
 
 
 class _Asking:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -176,19 +176,16 @@ def shown(value: object) -> str:
     return json.dumps(value, default=str)[:40]
 
 
-def _is(kind: type[T], wanted: str) -> Callable[[Any, Where], T]:
-    def read(value: Any, where: Where) -> T:
-        if not isinstance(value, kind):
-            _fail(value, where, wanted)
-        return value
-
-    return read
+def _is(kind: type[T], wanted: str, value: Any, where: Where) -> T:
+    if not isinstance(value, kind):
+        _fail(value, where, wanted)
+    return value
 
 
-_object: Callable[[Any, Where], dict[str, Any]] = _is(dict, "an object")
-_list: Callable[[Any, Where], list[Any]] = _is(list, "a list")
-_string = _is(str, "text")
-_truth = _is(bool, "true or false")
+_object: Callable[[Any, Where], dict[str, Any]] = partial(_is, dict, "an object")
+_list: Callable[[Any, Where], list[Any]] = partial(_is, list, "a list")
+_string: Callable[[Any, Where], str] = partial(_is, str, "text")
+_truth: Callable[[Any, Where], bool] = partial(_is, bool, "true or false")
 
 
 def _text(value: Any, where: Where) -> str:

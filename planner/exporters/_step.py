@@ -11,7 +11,7 @@ from planner.exporters._export import Figures, Placement
 from planner.ir.checkpoints import schedule_of
 from planner.ir.layers import find_layers, is_within
 from planner.ir.problem import Problem
-from planner.ir.simulator import simulate
+from planner.plans.comparison import evaluate
 from planner.plans.plan import Plan
 from planner.solving.modules.ilp import Chooser
 
@@ -51,12 +51,8 @@ class ExportStep:
     def figures(self, placement: Placement) -> Figures:
         """Simulate a placement."""
         schedule = schedule_of(self.graph, [self._regions[module] for module in placement.modules])
-        evaluation = simulate(self.graph, self.problem.costs, schedule)
-        seconds = self.problem.baseline.seconds
-        return Figures(
-            peak_bytes=evaluation.peak_bytes + self.graph.total_static_bytes,
-            overhead=evaluation.recompute_seconds / seconds if seconds > 0 else 0.0,
-        )
+        found = evaluate(self.problem, schedule, "export")
+        return Figures(peak_bytes=found.peak_bytes, overhead=found.overhead)
 
     def best_modules(self, candidates: Sequence[str] = ()) -> Placement:
         """Return the cheapest set of these modules, or of all, that keeps the budget, or raise CannotExpressError."""

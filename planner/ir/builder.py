@@ -116,6 +116,7 @@ class GraphBuilder(Generic[Node]):
         *,
         name: str,
         module: str = "",
+        key: str = "",
         node: Node | None = None,
         dtype: str = "",
         **facts: Any,
@@ -124,7 +125,7 @@ class GraphBuilder(Generic[Node]):
         return self.append(
             Operation(
                 name=name,
-                key=self.keys.next(module, target, self.phase),
+                key=key or self.keys.next(module, target, self.phase),
                 target=target,
                 inputs=tuple(dict.fromkeys(reads)),
                 outputs=tuple(dict.fromkeys(makes)),
@@ -161,19 +162,10 @@ class GraphBuilder(Generic[Node]):
         """Add the operation between forward and backward; later operations belong to the backward."""
         if self.kept:
             self.add(RETURNED_TARGET, self.kept, name="returned", recomputable=False)
+        self.phase = Phase.LOSS
+        index = self.add(LOSS_TARGET, reads, makes, name=LOSS_NAME, key=LOSS_KEY, recomputable=False)
         self.phase = Phase.BACKWARD
-        return self.append(
-            Operation(
-                name=LOSS_NAME,
-                key=LOSS_KEY,
-                target=LOSS_TARGET,
-                inputs=tuple(dict.fromkeys(reads)),
-                outputs=tuple(makes),
-                phase=Phase.LOSS,
-                recomputable=False,
-                dtype="",
-            )
-        )
+        return index
 
     def finish(self) -> TrainingGraph:
         """Return the finished graph."""

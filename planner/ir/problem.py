@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from planner.common.limits import Progress as Progress
 from planner.errors import ClaimMismatchError, UsageError
@@ -81,7 +82,7 @@ class Solution:
 
     @classmethod
     def simulated(
-        cls, evaluation: Evaluation, schedule: Schedule, solver: str, *, lower_bound_seconds: float = 0.0
+        cls, evaluation: Evaluation, schedule: Schedule, solver: str, *, lower_bound_seconds: float = 0.0, **others: Any
     ) -> Solution:
         """Return a solution that claims what was simulated; a bound above that by rounding is clipped."""
         return cls(
@@ -91,6 +92,7 @@ class Solution:
             recompute_seconds=evaluation.recompute_seconds,
             stall_seconds=evaluation.stall_seconds,
             lower_bound_seconds=min(lower_bound_seconds, evaluation.added_seconds),
+            **others,
         )
 
     @property

@@ -219,17 +219,12 @@ def simulate(
         change[copy.born] += size
         change[copy.died + 1] -= size
 
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for position, index in enumerate(order):
-        if index in first:
-            last[index] = position
-        else:
-            first[index] = position
+    first = schedule.first_runs()
     run_seconds = seconds_of_runs(costs, order)
-    for index, position in last.items():
-        change[first[index]] += operations[index].state_bytes
-        change[position + 1] -= operations[index].state_bytes
+    for index, last in {index: position for position, index in enumerate(order)}.items():
+        if last > first[index]:
+            change[first[index]] += operations[index].state_bytes
+            change[last + 1] -= operations[index].state_bytes
 
     timeline = tuple(map(add, accumulate(change), (costs[index].workspace_bytes for index in order)))
     peak = max(timeline, default=0)

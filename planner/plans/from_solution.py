@@ -111,10 +111,8 @@ def _compared(captured: Problem, problem: Problem, solution: Solution, evaluatio
 def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, limits: SolveLimits) -> Plan:
     """Add the comparisons to a plan that was made without them, without solving again."""
     schedule = plan.schedule_for(problem.graph)
-    solution = Solution.simulated(
-        problem.evaluate(schedule), schedule, plan.solver, lower_bound_seconds=plan.lower_bound_seconds
-    )
-    solution = replace(solution, solve_seconds=plan.solve_seconds)
+    known = {name: getattr(plan, name) for name in ("lower_bound_seconds", "solve_seconds")}
+    solution = Solution.simulated(problem.evaluate(schedule), schedule, plan.solver, **known)
     compared = plan_from_solution(problem, solution, static_memory=static_memory, limits=limits)
     of_others = ("baselines", "details", "values", "minimum_feasible_peak_bytes", "proven_minimum_peak_bytes")
     return replace(plan, **{name: getattr(compared, name) for name in of_others})

@@ -148,5 +148,5 @@ class PolicyReduction(Reduction):
         schedule = schedule_with_fetches(self.real.graph, steps)
         evaluation = self.real.evaluate(schedule)
         bound = solution.lower_bound_seconds + self.added_seconds
-        found = Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound)
-        return replace(found, solve_seconds=solution.solve_seconds)
+        known = {"lower_bound_seconds": bound, "solve_seconds": solution.solve_seconds}
+        return Solution.simulated(evaluation, schedule, solution.solver, **known)

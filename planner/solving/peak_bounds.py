@@ -29,8 +29,7 @@ class MinimumPeak:
     proven_peak_bytes: int
     """No plan has a lower peak."""
     found_peak_bytes: int
-    found_operation: str
-    """The lowest peak for which a plan was found, and the operation at which that plan has it."""
+    """The lowest peak for which a plan was found."""
     schedule: Schedule
     """That plan."""
 
@@ -81,14 +80,8 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
     proven_bytes, _ = proven_peak(graph, costs)
     problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven_bytes)
     schedule = lowest_schedule(problem)
-    evaluation = problem.evaluate(schedule)
-    names = [operation.name for operation in graph.operations] or [""]
-    return MinimumPeak(
-        proven_peak_bytes=proven_bytes,
-        found_peak_bytes=evaluation.peak_bytes,
-        found_operation=names[schedule.order[evaluation.peak_position]] if schedule.order else "",
-        schedule=schedule,
-    )
+    found_bytes = problem.evaluate(schedule).peak_bytes
+    return MinimumPeak(proven_peak_bytes=proven_bytes, found_peak_bytes=found_bytes, schedule=schedule)
 
 
 def lowest_peak(problem: Problem) -> MinimumPeak:

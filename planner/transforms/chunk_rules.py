@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,45 +197,37 @@ def _batched_product(call: Call) -> Split | None:
     return call.gives_rows(lead, call.node.all_input_nodes) if _is_first(lead) else None
 
 
-def _along(position: int, default: int | None = None, *, of: int | None = 0) -> Rule:
-    """Make the rule of an operator that mixes, takes apart or joins dimensions, which an argument names.
+def _along(call: Call, position: int, default: int | None = None, of: int | None = 0) -> Split | None:
+    """Follow an operator that mixes, takes apart or joins dimensions, which an argument names.
 
     ``of`` is the argument whose dimensions are counted; None stands for the output.
     """
-
-    def rule(call: Call) -> Split | None:
-        counted = call.node if of is None else call.argument(of)
-        sources = call.node.all_input_nodes
-        lead = call.lead(sources[0])
-        named = call.argument(position, default)
-        if lead is None or named is None:
-            return None
-        if any(dim < lead.dims for dim in dims_of(named, len(shape_of(counted)))):
-            return None
-        fronts = {shape_of(node)[: lead.dims] for node in (call.node, *sources)}
-        return call.gives_rows(lead, sources) if len(fronts) == 1 else None
-
-    return rule
+    counted = call.node if of is None else call.argument(of)
+    sources = call.node.all_input_nodes
+    lead = call.lead(sources[0])
+    named = call.argument(position, default)
+    if lead is None or named is None:
+        return None
+    if any(dim < lead.dims for dim in dims_of(named, len(shape_of(counted)))):
+        return None
+    fronts = {shape_of(node)[: lead.dims] for node in (call.node, *sources)}
+    return call.gives_rows(lead, sources) if len(fronts) == 1 else None
 
 
-def _reduced(*, adds: bool) -> Rule:
-    """Make the rule of a sum, a mean, a maximum: over the rows only if what the rows give can be added up."""
-
-    def rule(call: Call) -> Split | None:
-        source = call.argument(0)
-        lead = call.lead(source)
-        if lead is None:
-            return None
-        dims = dims_of(call.argument(1), len(shape_of(source)))
-        if dims.isdisjoint(range(lead.dims)):
-            return call.gives_rows(lead, [source])
-        if not adds or not dims.issuperset(range(lead.dims)):
-            return None
-        if call.node.target in MEANS and not _is_wide_float(call.node):
-            return None
-        return Split((Form.SUM,), {source: Form.ROWS})
-
-    return rule
+def _reduced(call: Call, *, adds: bool) -> Split | None:
+    """Follow a sum, a mean, a maximum: over the rows only if what the rows give can be added up."""
+    source = call.argument(0)
+    lead = call.lead(source)
+    if lead is None:
+        return None
+    dims = dims_of(call.argument(1), len(shape_of(source)))
+    if dims.isdisjoint(range(lead.dims)):
+        return call.gives_rows(lead, [source])
+    if not adds or not dims.issuperset(range(lead.dims)):
+        return None
+    if call.node.target in MEANS and not _is_wide_float(call.node):
+        return None
+    return Split((Form.SUM,), {source: Form.ROWS})
 
 
 def _is_wide_float(node: fx.Node) -> bool:
@@ -253,16 +246,13 @@ def _lead_of_norm(call: Call, source: fx.Node, normalized: Sequence[int]) -> Lea
     return lead if lead and lead.dims <= len(shape_of(source)) - len(normalized) else None
 
 
-def _norm_backward(statistics: Sequence[int]) -> Rule:
-    def rule(call: Call) -> Split | None:
-        rows = [call.argument(position) for position in (0, 1, *statistics)]
-        lead = _lead_of_norm(call, rows[0], call.argument(2))
-        given = call.node.meta["val"]
-        if not lead or not isinstance(given[0], torch.Tensor) or any(call.lead(source) != lead for source in rows):
-            return None
-        return Split((Form.ROWS, *(Form.SUM for _ in given[1:])), dict.fromkeys(rows, Form.ROWS))
-
-    return rule
+def _norm_backward(call: Call, *statistics: int) -> Split | None:
+    rows = [call.argument(position) for position in (0, 1, *statistics)]
+    lead = _lead_of_norm(call, rows[0], call.argument(2))
+    given = call.node.meta["val"]
+    if not lead or not isinstance(given[0], torch.Tensor) or any(call.lead(source) != lead for source in rows):
+        return None
+    return Split((Form.ROWS, *(Form.SUM for _ in given[1:])), dict.fromkeys(rows, Form.ROWS))
 
 
 _MEAN, _SUM = 1, 2
@@ -301,19 +291,19 @@ RULES: dict[Any, Rule] = {
     aten.mm.default: _product,
     aten.addmm.default: _product_with_bias,
     aten.bmm.default: _batched_product,
-    **{target: _along(position) for target, position in SOFTMAX_DIM.items()},
-    **dict.fromkeys((aten.gather.default, aten.scatter_add.default, aten.select.int), _along(1)),
-    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), _along(1)),
-    aten.slice.Tensor: _along(1, 0),
-    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _along(2, 0)),
-    aten.unsqueeze.default: _along(1, of=None),
-    **dict.fromkeys((aten.slice_backward.default, aten.select_backward.default), _along(2, of=None)),
-    aten.cat.default: _along(1, 0, of=None),
-    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, *MEANS), _reduced(adds=True)),
-    aten.amax.default: _reduced(adds=False),
+    **{target: partial(_along, position=position) for target, position in SOFTMAX_DIM.items()},
+    **dict.fromkeys((aten.gather.default, aten.scatter_add.default, aten.select.int), partial(_along, position=1)),
+    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), partial(_along, position=1)),
+    aten.slice.Tensor: partial(_along, position=1, default=0),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), partial(_along, position=2, default=0)),
+    aten.unsqueeze.default: partial(_along, position=1, of=None),
+    **dict.fromkeys((aten.slice_backward.default, aten.select_backward.default), partial(_along, position=2, of=None)),
+    aten.cat.default: partial(_along, position=1, default=0, of=None),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default, *MEANS), partial(_reduced, adds=True)),
+    aten.amax.default: partial(_reduced, adds=False),
     **dict.fromkeys((aten.native_layer_norm.default, aten._fused_rms_norm.default), _norm),
-    aten.native_layer_norm_backward.default: _norm_backward((3, 4)),
-    aten._fused_rms_norm_backward.default: _norm_backward((3,)),
+    aten.native_layer_norm_backward.default: lambda call: _norm_backward(call, 3, 4),
+    aten._fused_rms_norm_backward.default: lambda call: _norm_backward(call, 3),
     aten.nll_loss_forward.default: _loss,
     aten.nll_loss_backward.default: _loss_backward,
     **dict.fromkeys((aten.full.default, aten.zeros.default, aten.new_zeros.default), _made),

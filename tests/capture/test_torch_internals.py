@@ -64,7 +64,7 @@ def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("uses", [1, 2, 3])
 def test_a_module_of_several_paths_has_its_own_parameters_again(uses: int) -> None:
-    shared = OneLinear(4)
+    shared = OneLinear()
     model = nn.ModuleDict({"first": shared, **{f"block{n}": nn.Sequential(shared, nn.ReLU()) for n in range(uses)}})
     before = dict(model.named_parameters(remove_duplicate=False))
     other = {id(tensor): torch.zeros_like(tensor) for tensor in before.values()}

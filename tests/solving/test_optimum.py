@@ -10,7 +10,7 @@ from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError
 from planner.ir.graph import Phase
 from planner.ir.order import in_own_order
-from planner.ir.problem import Problem, Solution
+from planner.ir.problem import Problem
 from planner.plans.ordering import in_orders_tried, solved_in_best_order
 from planner.solvers import solved
 from tests.oracle import cheapest, random_graph
@@ -30,16 +30,12 @@ def _problem(seed: int) -> Problem:
     return problem_at((graph, costs), 0.6 + 0.1 * (seed % 4))
 
 
-def _solved(problem: Problem, search: Search) -> Solution:
-    return solved(problem, search.solver, effort=search)
-
-
 @pytest.mark.parametrize("seed", tiered(range(500), quick=range(12)))
 def test_every_claimed_optimum_is_one_and_no_bound_is_above_it(seed: int) -> None:
     problem = _problem(seed)
     free = cheapest(problem, in_any_order=True)
     try:
-        found = solved_in_best_order(problem, SEARCH, _solved)
+        found = solved_in_best_order(problem, SEARCH, lambda one, search: solved(one, search.solver, effort=search))
     except InfeasibleBudgetError as error:
         orders = in_orders_tried(problem)
         assert not error.is_proven or not any(cheapest(one) for one in orders)

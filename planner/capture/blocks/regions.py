@@ -21,7 +21,7 @@ from torch import fx, nn
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, alike, are_dropped, differentiated, state_of
+from planner.capture.inputs import Inputs, OutsideLoss, alike, are_dropped, differentiated, of_its_kind, state_of
 from planner.capture.joint import JointGraph, reach_of, tensors_of, written_by
 from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
@@ -358,23 +358,18 @@ class Step:
         seen: dict[str, list[SeenCall]] = {path: [] for path in modules}
         around: Any = None
 
-        def noting(path: str, module: nn.Module) -> Callable[..., Any]:
-            forward = module.forward
+        def run(path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            has_settings = _settings(self.known[0].device) != around
+            with self.mode:
+                like = cache(alike)  # one tensor for one that is given twice
+                inputs = Inputs(args, kwargs).map_tensors(like)
+            outputs = forward(*args, **kwargs)
+            with self.mode:
+                noted = mapped(alike, outputs)
+            seen[path].append(SeenCall(module, inputs, noted, has_settings))
+            return outputs
 
-            def run(*args: Any, **kwargs: Any) -> Any:
-                has_settings = _settings(self.known[0].device) != around
-                with self.mode:
-                    like = cache(alike)  # one tensor for one that is given twice
-                    inputs = Inputs(args, kwargs).map_tensors(like)
-                outputs = forward(*args, **kwargs)
-                with self.mode:
-                    noted = mapped(alike, outputs)
-                seen[path].append(SeenCall(module, inputs, noted, has_settings))
-                return outputs
-
-            return run
-
-        with self._following({module: noting(path, module) for path, module in modules.items()}):
+        with self._following({module: partial(run, path, module, module.forward) for path, module in modules.items()}):
             around = _settings(self.known[0].device)
             before = RandomStates()
             self._forward()
@@ -410,8 +405,7 @@ class Step:
         if isinstance(tensor, FakeTensor):
             return tensor
         with self.mode:
-            fake = alike(tensor)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            return of_its_kind(tensor)
 
 
 def _block(

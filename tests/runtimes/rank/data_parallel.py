@@ -94,10 +94,11 @@ def offloading(rank: int) -> dict[str, Any]:
     """Let what blocks save wait on the host, under DDP and FSDP2: each rank has places of its own."""
     found = {}
     for way in ("ddp", "fsdp2"):
-        others, model, x = live(), make(), data(rank)
+        others, model, x = live(), make(2), data(rank)
         wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
         peak, running = common.peak_of(partial(common.distributed, model, way), x, others)
-        found[way] = common.reported(planner.plan_of(model), gradients(running), mean_of_single_processes(), peak)
+        expected = mean_of_single_processes(depth=2)
+        found[way] = common.reported(planner.plan_of(model), gradients(running), expected, peak)
     return found
 
 
@@ -203,7 +204,7 @@ def _observed(rank: int, way: str, are_held: bool) -> dict[str, Any]:
 
     def made() -> Model:
         torch.manual_seed(0)
-        return WithLogits()
+        return WithLogits(2)
 
     def distributed(model: Model) -> nn.Module:
         running = common.distributed(model, way)
