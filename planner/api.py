@@ -12,16 +12,8 @@ from torch import nn
 from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
 from planner.analysis.compatibility import check_can_run, check_offload, check_solver, check_strategy, chunked_graph
+from planner.capture import model_facts as facts
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model, placed
-from planner.capture.model_facts import (
-    compiled_parts,
-    has_several_ranks,
-    is_fake,
-    is_sharded,
-    of_model,
-    shards_of,
-    whole,
-)
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import entered, installed_call
 from planner.common.limits import Progress
@@ -125,7 +117,7 @@ def plan(
     with (
         log_progress(type(model).__name__) as done,
         placed(model, example) as example,
-        entered(of_model(model, example.args, example.kwargs)),
+        entered(facts.of_model(model, example.args, example.kwargs)),
     ):
         options = _completed(model, options, loss_fn, example)
         looked = time.perf_counter() - begun
@@ -145,7 +137,7 @@ def _settled(options: Options) -> Options:
         options = replace(options, search=replace(options.search, progress=tell))
     runtime, in_chunks = options.runtime.name, options.runtime.chunk != 1
     if in_chunks:
-        runtime = chunked_graph(runtime, several_devices=has_several_ranks())
+        runtime = chunked_graph(runtime, several_devices=facts.has_several_ranks())
     check_offload(runtime, options.offload)
     carrier = replace(options.runtime, name=runtime)
     plan = options.reused_plan
@@ -193,7 +185,7 @@ def profile(
     example = Inputs.of(inputs)
     search = Search(time_limit_seconds=time_limit_seconds, progress=progress)
     options = Options(search=search, target=Target(cost_model=MeasuredCosts.name), name=name)
-    with entered(of_model(model, example.args, example.kwargs)):
+    with entered(facts.of_model(model, example.args, example.kwargs)):
         options = with_loss(model, options, loss_fn, example)
         step = lower_step(model, captured(model, example, options), options)
         costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
@@ -261,8 +253,8 @@ def auto_wrap(
     around = Observable(
         model,
         target=options.target.device,
-        is_alone=not (has_several_ranks() or is_sharded(model)),
-        plan_together=has_several_ranks() and (plans_blocks or bool(who_agrees(model, options))),
+        is_alone=not (facts.has_several_ranks() or facts.is_sharded(model)),
+        plan_together=facts.has_several_ranks() and (plans_blocks or bool(who_agrees(model, options))),
         has_loss=loss_fn is not None,
     )
     may_drop = options.training.outputs == AUTO and plan is None and around.is_observed
@@ -280,13 +272,13 @@ def auto_wrap(
         example = Inputs.of(inputs)
         with (
             log_progress(type(model).__name__) as done,
-            whole(model),
+            facts.whole(model),
             placed(model, example) as example,
-            entered(of_model(model, example.args)),
+            entered(facts.of_model(model, example.args)),
         ):
             plan = calls.plan_for(example)
             done("before the first call", plan)
-        if of_model(model).type == "meta":  # what was captured is of tensors that stood in for the model's
+        if facts.of_model(model).type == "meta":  # what was captured is of tensors that stood in for the model's
             calls = ObservedCalls(around, options.after(plan), start, plan, may_drop)
     unwrap(model)
     install_planned_call(model, calls)
@@ -295,15 +287,15 @@ def auto_wrap(
 
 def _check_can_wrap(model: nn.Module, runtime: Runtime) -> None:
     """Refuse models that cannot run planned; warn of parts whose own compiled code would not run."""
-    sharded = is_sharded(model)
+    sharded = facts.is_sharded(model)
     check_model(model, may_be_sharded=sharded and runtimes.get(runtime.name).runs_sharded)
     check_is_called(model)
-    if is_fake(model):
+    if facts.is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): leave compile() out")
     first = runtimes.get(choose(model) if runtime.name == "auto" else runtime.name)
-    if not first.runs_compiled_parts and (parts := compiled_parts(model)):
+    if not first.runs_compiled_parts and (parts := facts.compiled_parts(model)):
         warnings.warn(
             f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
             "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or have each block "
@@ -314,7 +306,7 @@ def _check_can_wrap(model: nn.Module, runtime: Runtime) -> None:
 
 def _as_trained(model: nn.Module, options: Options) -> Options:
     """Read off a sharded model over how many ranks it is spread."""
-    if options.training.data_parallel == "none" and (shards := shards_of(model)) > 1:
+    if options.training.data_parallel == "none" and (shards := facts.shards_of(model)) > 1:
         return replace(options, training=replace(options.training, data_parallel="fsdp2", ranks=shards))
     return options
 
@@ -365,7 +357,7 @@ def verify(
     check_model(model)
     if timed_steps < 1:
         raise UsageError(f"timed_steps={timed_steps}: at least one step is timed")
-    if is_fake(model):
+    if facts.is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
     check_can_run(plan)
     if SHARDS in plan.fingerprint:
@@ -374,7 +366,7 @@ def verify(
             "measure a step of the sharded model on one of them"
         )
     example = Inputs.of(inputs)
-    with entered(of_model(model, example.args, example.kwargs)):
+    with entered(facts.of_model(model, example.args, example.kwargs)):
         needed = loss.memory_of(model, example, loss_fn) if loss_fn is not None else LossMemory.of(plan.fingerprint)
         return _verify(model, example, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
 

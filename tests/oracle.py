@@ -158,9 +158,7 @@ def resnet_like(blocks: int = 50, *, batch: int = 64) -> tuple[TrainingGraph, tu
         """Add an operation with a crude roofline's seconds; ``gradients`` are the sizes of what stays."""
         moved = sum(tape.values[u].size_bytes for u in inputs) + sum(sizes) + sum(gradients)
         seconds = max(flops / 150e12, moved / 1.5e12) + 3e-6
-        made = tape.add(
-            name, list(inputs), [*sizes, *gradients], phase=phase, seconds=seconds, workspace=workspace_bytes
-        )
+        made = tape.add(name, [*inputs], [*sizes, *gradients], phase=phase, seconds=seconds, workspace=workspace_bytes)
         for u in made[len(sizes) :]:
             tape.values[u] = replace(tape.values[u], retained=True, kind="gradient")
         return made

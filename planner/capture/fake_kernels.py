@@ -20,19 +20,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
+from planner.capture import torch_internals as internals
 from planner.capture.fake_internals import fake_calls_by
 from planner.capture.target_device import TargetDevice, is_for_target_device, meant, tracing_for
-from planner.capture.torch_internals import (
-    FakeTensor,
-    OpOverload,
-    channels_come_last,
-    eager_kernels,
-    hint_of,
-    is_drawn,
-    is_mutable,
-    outside_tracing,
-    storage_id,
-)
 from planner.capture.trees import leaf_tensors, tensors_in
 
 aten = torch.ops.aten
@@ -51,7 +41,7 @@ def eager_results(target_device: TargetDevice | None) -> Iterator[None]:
     on layouts that the step does not have, kernels that cannot tell (GroupNorm's backward on a CPU, up to torch 2.13)
     compute wrong gradients.
     """
-    with eager_kernels(_dropout), tracing_for(target_device), fake_calls_by(kernel_result):
+    with internals.eager_kernels(_dropout), tracing_for(target_device), fake_calls_by(kernel_result):
         yield
 
 
@@ -77,7 +67,7 @@ def _refuse_types(function: Any, args: Any, kwargs: Any) -> None:
     if function not in _OF_ONE_TYPE:
         return
     if len({tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()}) > 1:
-        with outside_tracing(), torch.no_grad():
+        with internals.outside_tracing(), torch.no_grad():
             function(*pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros((1,) * t.dim(), dtype=t.dtype), args))
 
 
@@ -87,13 +77,13 @@ def kernel_result(function: Any, args: Any, kwargs: Any, run: Callable[[], Any])
     result = run()
     if (rule := _TYPES.get(function)) is not None:
         result = rule(function, args, kwargs, result)
-    if not isinstance(function, OpOverload) or is_mutable(function):
+    if not isinstance(function, internals.OpOverload) or internals.is_mutable(function):
         return result
     read = leaf_tensors((args, kwargs))
     tensors = (*read, *leaf_tensors(result))
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return result
-    if any(is_drawn(size) for tensor in tensors for size in tensor.shape):
+    if any(internals.is_drawn(size) for tensor in tensors for size in tensor.shape):
         return result
     if function in _VIEWS:
         return _as_kernels_view(args[0], result)
@@ -118,7 +108,7 @@ def _dropout(x: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
     if not train or not p:
         return x
     if x.device.type == "cpu" and not is_for_target_device() and isinstance(p, float) and p < 1:
-        with outside_tracing():
+        with internals.outside_tracing():
             scale = torch.ones((), dtype=x.dtype).div_(1 - p).item()
             is_as_eager = scale == torch.tensor(1 / (1 - p), dtype=x.dtype).item()
         if not is_as_eager:
@@ -161,7 +151,7 @@ def _norm(function: Any, args: Any, kwargs: Any, made: Any) -> Any:
                 return own
             return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=own.device)
 
-        args, kwargs = pytree.tree_map_only(FakeTensor, on_cuda, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(internals.FakeTensor, on_cuda, (args, kwargs))
         return tuple(map(here, made, function(*args, **kwargs)))
 
 
@@ -196,7 +186,7 @@ _TYPES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
 
 def _of_type(dtype: torch.dtype, traced: Any) -> Any:
     """Return a traced fake tensor with another type."""
-    if not isinstance(traced, FakeTensor) or traced.dtype == dtype:
+    if not isinstance(traced, internals.FakeTensor) or traced.dtype == dtype:
         return traced
     with traced.fake_mode, torch.no_grad():
         return torch.empty_like(traced, dtype=dtype)
@@ -235,9 +225,9 @@ def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
     Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
     whether channels come last, and lay out their own results after that.
     """
-    if not isinstance(result, FakeTensor) or 1 not in _numbers(result.shape) or _has_symbols(source):
+    if not isinstance(result, internals.FakeTensor) or 1 not in _numbers(result.shape) or _has_symbols(source):
         return result
-    with outside_tracing():
+    with internals.outside_tracing():
         strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
     if strides == result.stride():
         return result
@@ -249,9 +239,11 @@ def _laid_out_on_cuda(arguments: Any, like: int | None, result: Any) -> Any:
     """Return the results of a call with the first laid out as CUDA's kernel does."""
     first = tensors_in(result)[0]
     order = list(range(first.dim()))
-    if like is not None and channels_come_last(_numbers(arguments[like].shape), _numbers(arguments[like].stride())):
+    if like is not None and internals.channels_come_last(
+        _numbers(arguments[like].shape), _numbers(arguments[like].stride())
+    ):
         order = [0, *order[2:], 1]
-    if not isinstance(first, FakeTensor) or _order(first) == order:
+    if not isinstance(first, internals.FakeTensor) or _order(first) == order:
         return result
     with first.fake_mode, torch.no_grad():
         made = torch.empty_permuted(first.shape, order, dtype=first.dtype, device=first.device)
@@ -261,9 +253,9 @@ def _laid_out_on_cuda(arguments: Any, like: int | None, result: Any) -> Any:
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Return the results of a call with the strides of its kernel, as far as these are known."""
     read, outputs = tensors_in((arguments, keywords)), tensors_in(result)
-    if not outputs or not all(isinstance(output, FakeTensor) for output in outputs):
+    if not outputs or not all(isinstance(output, internals.FakeTensor) for output in outputs):
         return result
-    if not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
+    if not {internals.storage_id(t) for t in outputs}.isdisjoint(map(internals.storage_id, read)):
         return result
     if function in _NORMS:
         if outputs[0].device.type != "cpu" or is_for_target_device():
@@ -273,7 +265,7 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     try:
         with operands.running_alone(torch.device("cpu")):
             arguments, keywords = pytree.tree_map_only(torch.Tensor, _small, (arguments, keywords))
-            arguments, keywords = pytree.tree_map_only(torch.SymInt, hint_of, (arguments, keywords))
+            arguments, keywords = pytree.tree_map_only(torch.SymInt, internals.hint_of, (arguments, keywords))
             if told := _TOLD.get(function):
                 arguments = told(*arguments)
             found = function(*arguments, **keywords)
@@ -311,7 +303,7 @@ _TOLD: dict[Any, Callable[..., tuple[Any, ...]]] = {
 
 def _like(traced: Any, found: Any) -> Any:
     """Return a traced result with the strides of the kernel's result."""
-    if not isinstance(traced, FakeTensor) or not isinstance(found, torch.Tensor):
+    if not isinstance(traced, internals.FakeTensor) or not isinstance(found, torch.Tensor):
         return traced
     if found.dim() != traced.dim() or found.stride() == _small(traced).stride():
         return traced
@@ -341,7 +333,7 @@ def _small(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
     """Return sizes as numbers: those at hand, where they are symbols. No guard is made."""
-    return tuple(map(hint_of, sizes))
+    return tuple(map(internals.hint_of, sizes))
 
 
 def _has_symbols(tensor: torch.Tensor) -> bool:

@@ -11,15 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cost_models.flops import read_whole
+from planner.capture import torch_internals as internals
 from planner.capture.joint import is_collective, mutates, tensors_of, values_of
-from planner.capture.torch_internals import (
-    FakeTensor,
-    OpOverload,
-    declared_arguments,
-    outside_tracing,
-    storage_id,
-    strided_parts,
-)
 from planner.capture.trees import sparse_in
 
 aten = torch.ops.aten
@@ -56,7 +49,9 @@ def _end_of_groups(operator: Any, args: Sequence[Any]) -> int | None:
     a CPU took a hundredth of its time. Groups end as if the first had everything, for then a kernel that copies group
     by group needs most memory.
     """
-    if not isinstance(operator, OpOverload) or all(name != "offs" for name, _ in declared_arguments(operator)):
+    if not isinstance(operator, internals.OpOverload) or all(
+        name != "offs" for name, _ in internals.declared_arguments(operator)
+    ):
         return None
     left, right = args[:2]
     if left.dim() == 3:
@@ -89,7 +84,7 @@ def storage_bytes(operator: Any, read: Sequence[torch.Tensor], tensor: torch.Ten
 
 def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
     """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
-    if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
+    if node is None or not isinstance(node.target, internals.OpOverload) or is_opaque(node.target):
         return False
     if is_collective(node):
         return False  # the other ranks would have to run it too
@@ -121,7 +116,7 @@ def running_alone(device: torch.device) -> Iterator[None]:
     """
     generators = [device] if device.type == "cuda" else []
     without_autocast = torch.autocast(device.type, enabled=False)
-    with outside_tracing(), torch.random.fork_rng(generators), torch.no_grad(), without_autocast:
+    with internals.outside_tracing(), torch.random.fork_rng(generators), torch.no_grad(), without_autocast:
         settle(device)
         yield
     if device.type == "cuda":
@@ -150,7 +145,7 @@ def signature(node: fx.Node) -> str:
     storages: dict[int, int] = {}
 
     def layout(tensor: torch.Tensor) -> str:
-        storage, nbytes = storage_id(tensor), tensor.untyped_storage().nbytes()
+        storage, nbytes = internals.storage_id(tensor), tensor.untyped_storage().nbytes()
         shared = f"@{storages[storage]}" if storage in storages else ""
         storages.setdefault(storage, len(storages))
         return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{list(tensor.stride())}/{nbytes}{shared}"
@@ -172,7 +167,7 @@ def sharing(make: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torc
     flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
-        key = storage_id(tensor), tensor.dtype
+        key = internals.storage_id(tensor), tensor.dtype
         if key not in flats:
             flats[key] = make(tensor, tensor.untyped_storage().nbytes() // tensor.element_size())
         return flats[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -189,14 +184,14 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
     that is not read, or only here and there, stays as it is: of a step on fake tensors it may exceed this machine's.
     """
     fake = values_of((node.args, node.kwargs))
-    read = set(map(storage_id, read_whole(node.target, *fake)))
+    read = set(map(internals.storage_id, read_whole(node.target, *fake)))
     bound = _INDEX_BOUND.get(node.target)
     below = int(bound(fake[0])) if bound else 1
     end = _end_of_groups(node.target, fake[0])
 
     def filled(tensor: torch.Tensor, elements: int) -> torch.Tensor:
         where = device if tensor.device.type != "cpu" or device.type == "cpu" else tensor.device
-        if storage_id(tensor) not in read:
+        if internals.storage_id(tensor) not in read:
             return torch.empty(elements, dtype=tensor.dtype, device=where)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             is_drawn = where.type == "cuda" and tensor.dtype.itemsize > 1
@@ -208,7 +203,7 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
             return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(tensor.dtype)
         return torch.zeros(elements, dtype=tensor.dtype, device=where)
 
-    args, kwargs = pytree.tree_map_only(FakeTensor, sharing(filled), fake)
+    args, kwargs = pytree.tree_map_only(internals.FakeTensor, sharing(filled), fake)
     return args, kwargs
 
 
@@ -223,10 +218,10 @@ class CallNodes:
     def node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Return a node that says what was called with what, and what it gave."""
         numbers: dict[tuple[int, torch.dtype], int] = {}
-        parts = {tensor: strided_parts(tensor) for tensor in sparse_in((args, kwargs, result))}
+        parts = {tensor: internals.strided_parts(tensor) for tensor in sparse_in((args, kwargs, result))}
 
         def like(tensor: torch.Tensor) -> torch.Tensor:
-            number = numbers.setdefault((storage_id(tensor), tensor.dtype), len(numbers))
+            number = numbers.setdefault((internals.storage_id(tensor), tensor.dtype), len(numbers))
             return self._stand_in(tensor, number)
 
         def described(tensor: torch.Tensor) -> Any:

@@ -23,16 +23,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
+from planner.capture import torch_internals as internals
 from planner.capture.model_facts import compiled_parts, has_several_ranks
 from planner.capture.state_restore import put_back, written_back
-from planner.capture.torch_internals import (
-    call_implementation,
-    dispatch_keys_kept,
-    install_call,
-    installed_call,
-    is_transformed,
-    not_compiled_alone,
-)
 from planner.capture.trees import tensors_in
 from planner.errors import ForwardError, UsageError
 
@@ -54,10 +47,10 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
     @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
     def untraced(*args: Any, **kwargs: Any) -> Any:
         if _here.wholes:
-            return call_implementation(module)(*args, **kwargs)
+            return internals.call_implementation(module)(*args, **kwargs)
         with lock, as_its_class(module), parts_run_as_they_are():
             try:
-                with dispatch_keys_kept(), _frames_let_go():
+                with internals.dispatch_keys_kept(), _frames_let_go():
                     return call(*args, **kwargs)
             except ForwardError as failure:
                 _raise_own_error(module, args, kwargs, failure)
@@ -65,11 +58,11 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
     def planned(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
-            return call_implementation(module)(*args, **kwargs)
+            return internals.call_implementation(module)(*args, **kwargs)
         return untraced(*args, **kwargs)
 
     planned.call = call  # type: ignore[attr-defined]
-    install_call(module, not_compiled_alone(planned))
+    internals.install_call(module, internals.not_compiled_alone(planned))
     _mark(module)
 
 
@@ -118,7 +111,7 @@ def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """
     if has_several_ranks():
         return
-    own_call = functools.partial(call_implementation(module), *args, **kwargs)
+    own_call = functools.partial(internals.call_implementation(module), *args, **kwargs)
     given = (args, kwargs)
     with suppress(Exception):
         with put_back(module, given), written_back([*module.parameters(), *tensors_in(given)]), torch.no_grad():
@@ -133,7 +126,7 @@ def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 def planned_call(module: nn.Module) -> Any:
     """Return what :func:`install_planned_call` was given, or None."""
-    return getattr(installed_call(module), "call", None)
+    return getattr(internals.installed_call(module), "call", None)
 
 
 def remove_planned_call(module: nn.Module) -> None:
@@ -142,7 +135,7 @@ def remove_planned_call(module: nn.Module) -> None:
         del vars(module)["forward"]
         _marked.discard(module)
     if planned_call(module) is not None:
-        install_call(module, None)
+        internals.install_call(module, None)
 
 
 _marked: WeakSet[nn.Module] = WeakSet()
@@ -197,7 +190,7 @@ def _check_not_compiled(module: nn.Module) -> None:
 
 def _warn_of_forward(module: nn.Module) -> None:
     """Warn of a ``forward`` that is called by itself: a call of the module runs it from torch's own file."""
-    if traceback.extract_stack(limit=3)[0].filename != all_modules.__file__ and not is_transformed():
+    if traceback.extract_stack(limit=3)[0].filename != all_modules.__file__ and not internals.is_transformed():
         warnings.warn(
             f"{type(module).__name__}.forward() is called directly, which runs neither hooks nor the plan, and keeps "
             "no budget: call the model",
@@ -211,7 +204,7 @@ def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
     Code that a module's own ``compile()`` made is of its ``forward``, and does not run meanwhile.
     """
-    planned = dict.fromkeys(module for module in replacing if installed_call(module) is not None)
+    planned = dict.fromkeys(module for module in replacing if internals.installed_call(module) is not None)
     with calling(planned), ExitStack() as stack:
         for module, forward in replacing.items():
             held = vars(module)
@@ -228,6 +221,6 @@ def calling(calls: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[No
     """Let calls of modules run something else for as long as the context lasts: their own call where that is None."""
     with ExitStack() as stack:
         for module, call in calls.items():
-            stack.callback(install_call, module, installed_call(module))
-            install_call(module, call)
+            stack.callback(internals.install_call, module, internals.installed_call(module))
+            internals.install_call(module, call)
         yield

@@ -18,17 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture import torch_internals as internals
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.symbolic import at_sizes, computes_with_data, is_number, symbol_of, symbols_of_sizes
-from planner.capture.torch_internals import (
-    PartitionFunction,
-    aot_backend,
-    boxed,
-    default_saved_tensors_hooks,
-    keeps_graph,
-    some_number,
-    symbolic_kernels,
-)
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
 _KEPT = 4096
@@ -77,7 +69,7 @@ class Program:
                     unpacked.meta = saved.meta
                     saved.replace_all_uses_with(unpacked, delete_user_cb=lambda user: user.target is not _call)
             graphs = zip(self.halves, (forward, backward), strict=True)
-            self._under_hooks = tuple(boxed(fx.GraphModule(half, graph)) for half, graph in graphs)
+            self._under_hooks = tuple(internals.boxed(fx.GraphModule(half, graph)) for half, graph in graphs)
         return self._under_hooks
 
 
@@ -101,7 +93,7 @@ def _packed_in(graph: fx.Graph, saved: fx.Node) -> fx.Node:
 
 def _pack(saved: Any, is_output: bool) -> Callable[[], Any]:
     """Return what unpacks what hooks make of a value."""
-    hooks = default_saved_tensors_hooks()
+    hooks = internals.default_saved_tensors_hooks()
     assert hooks is not None
     with torch.no_grad():
         return partial(hooks[1], hooks[0](saved.detach() if is_output else saved))
@@ -130,7 +122,7 @@ class _Packed(int):
     def taken(self) -> list[Callable[[], Any]]:
         """Return what unpacks each; nothing is held on to unless the backward keeps its graph."""
         saved = self.saved
-        if not keeps_graph():
+        if not internals.keeps_graph():
             self.saved = []
         return saved
 
@@ -142,7 +134,7 @@ MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
 def plainly(partition: Callable[[JointGraph], Halves], joint: JointGraph, given: Sequence[Any]) -> Program:
     """Return the program of a partition function, for which symbols are first replaced by the sizes of the call."""
     forward, backward = partition(at_sizes(joint, given))
-    return Program(boxed(forward), boxed(backward), halves=(forward, backward))
+    return Program(internals.boxed(forward), internals.boxed(backward), halves=(forward, backward))
 
 
 class Programs:
@@ -172,11 +164,11 @@ class Programs:
         """By the number of a program, how many numbers it saves."""
         self._current = 0
 
-    def compiled(self, partition: PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def compiled(self, partition: internals.PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Return a function that runs a captured program at any sizes that its guards allow."""
         self._given = len(inputs)
-        with symbolic_kernels() if self._is_sized else nullcontext():
-            run = aot_backend(partition, self.forward, self.backward)(program, inputs)
+        with internals.symbolic_kernels() if self._is_sized else nullcontext():
+            run = internals.aot_backend(partition, self.forward, self.backward)(program, inputs)
 
         def chosen(*given: Any) -> Any:
             self.choose(given)
@@ -250,7 +242,7 @@ class Programs:
         number, first = self._current, self._joint.num_forward_outputs
         if self._is_sized:
             arguments[:] = [arguments[at] for at in self._tensors]
-        program, hooks = self._programs[number], default_saved_tensors_hooks()
+        program, hooks = self._programs[number], internals.default_saved_tensors_hooks()
         halves = program.under_hooks(first) if hooks is not None and not self._reads_numbers else None
         if hooks is not None and halves is not None:
             results = halves[0](arguments)
@@ -289,7 +281,7 @@ def _stand_in(joint: JointGraph) -> Halves:
     """Return two graph modules with the outputs of a forward and of a backward, and one saved number."""
     forward_outputs, backward_outputs = joint.outputs
     number = fx.Graph().placeholder("number")
-    number.meta["val"] = some_number(fake_mode_of(joint.graph))
+    number.meta["val"] = internals.some_number(fake_mode_of(joint.graph))
     forward = _outline(joint, joint.arguments, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
 

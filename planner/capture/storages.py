@@ -23,21 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
+from planner.capture import torch_internals as internals
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_kernels import kernel_result
 from planner.capture.operands import CallNodes
 from planner.capture.target_device import meant
-from planner.capture.torch_internals import (
-    OpOverload,
-    called,
-    in_memory,
-    is_mutable,
-    is_spread,
-    storage_id,
-    storage_of,
-    strided_parts,
-    written_arguments,
-)
 from planner.capture.trees import leaf_tensors, sparse_in, tensors_in
 from planner.common.units import round_up
 
@@ -107,7 +97,7 @@ class StorageRecorder(TorchDispatchMode):
 
         Parameters may be given other memory (``.data =``): what comes after it is freed may have its identity.
         """
-        for storage in map(storage_of, tensors_in(tensors)):
+        for storage in map(internals.storage_of, tensors_in(tensors)):
             self._numbers[id(storage)] = None
             self._resident.append(weakref.ref(storage, partial(self._forget, id(storage))))
 
@@ -116,7 +106,7 @@ class StorageRecorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; one that was never made here is resident."""
-        return self._numbers.get(storage_id(tensor))
+        return self._numbers.get(internals.storage_id(tensor))
 
     def size_bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes behind a tensor that was made here; 0 for what is resident."""
@@ -128,7 +118,7 @@ class StorageRecorder(TorchDispatchMode):
         read, results = tensors_in(given), tensors_in(result)
         if function is torch.ops.aten.native_dropout.default:
             results.reverse()  # its mask is there first
-        fresh = (t for t in results if storage_id(t) not in self._numbers and self.counts(t))
+        fresh = (t for t in results if internals.storage_id(t) not in self._numbers and self.counts(t))
         return [self.made(t, operands.storage_bytes(function, read, t)) for t in fresh]
 
     def counts(self, tensor: torch.Tensor) -> bool:
@@ -254,7 +244,7 @@ def _unit_boundary() -> None:
 
 def _sparse_flops(args: Any, kwargs: Any) -> int:
     """Count what is computed with sparse tensors: each of their elements is multiplied by a row of what is dense."""
-    elements = sum(strided_parts(tensor)[-1].numel() for tensor in sparse_in((args, kwargs)))
+    elements = sum(internals.strided_parts(tensor)[-1].numel() for tensor in sparse_in((args, kwargs)))
     if not elements:
         return 0
     leaves = leaf_tensors((args, kwargs))
@@ -296,7 +286,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         # The latter are two thirds of all calls, and none of a kernel.
         if self._is_silent or function is torch.ops.prim.device.default:
             return function(*args, **kwargs)
-        if any(map(is_spread, types)):
+        if any(map(internals.is_spread, types)):
             return NotImplemented  # it is computed with local tensors, and that is seen
         if self.sums.is_taken_over(function, args):
             return args[0]
@@ -313,14 +303,14 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call."""
-        return called(function, args, kwargs)
+        return internals.called(function, args, kwargs)
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; one that was never made here is resident, and stays so."""
-        identity = storage_id(tensor)
+        identity = internals.storage_id(tensor)
         if identity not in self._numbers:
             self._numbers[identity] = None
-            weakref.finalize(in_memory(tensor).untyped_storage(), self._numbers.pop, identity, None)
+            weakref.finalize(internals.in_memory(tensor).untyped_storage(), self._numbers.pop, identity, None)
         return self._numbers[identity]
 
     def gradients_of(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
@@ -338,8 +328,10 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         function = meant(function)
         reads = self.numbers(tensors_in((args, kwargs)))
         makes = self.follow(function, (args, kwargs), result)
-        writes = written_arguments(function, args, kwargs) if isinstance(function, OpOverload) else []
-        if not makes and not (isinstance(function, OpOverload) and is_mutable(function)):
+        writes = (
+            internals.written_arguments(function, args, kwargs) if isinstance(function, internals.OpOverload) else []
+        )
+        if not makes and not (isinstance(function, internals.OpOverload) and internals.is_mutable(function)):
             return None
         run = Run(
             node=self._nodes.node(function, args, kwargs, result),

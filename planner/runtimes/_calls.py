@@ -13,21 +13,13 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
+from planner.capture import torch_internals as internals
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs, differentiable_in
 from planner.capture.model_facts import finds_gradients, gradient_state, of_model, shards_of, unplanned_sharding
 from planner.capture.module_internals import ddp_around, switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel_events import Gradients
-from planner.capture.torch_internals import (
-    autocast_dtype,
-    call_implementation,
-    default_saved_tensors_hooks,
-    entered,
-    is_in_torch_func,
-    is_transformed,
-    is_watched,
-)
 from planner.capture.trees import leaves_of
 from planner.common.options import AUTO, Offload
 from planner.errors import NoBackwardError
@@ -99,8 +91,8 @@ class PlannedCalls(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if self.runs_plainly():
-            return call_implementation(self.model)(*args, **kwargs)
-        with entered(of_model(self.model, args, kwargs)):
+            return internals.call_implementation(self.model)(*args, **kwargs)
+        with internals.entered(of_model(self.model, args, kwargs)):
             return self.run(args, kwargs)
 
     @abstractmethod
@@ -113,11 +105,11 @@ class PlannedCalls(ABC):
 
     def runs_plainly(self) -> bool:
         """Whether this call runs the model as it is: without gradients, or where no plan can be carried out."""
-        if is_transformed():
-            if torch.is_grad_enabled() and is_in_torch_func():
+        if internals.is_transformed():
+            if torch.is_grad_enabled() and internals.is_in_torch_func():
                 warnings.warn(f"{_TRANSFORMED} {type(self.model).__name__} {_AS_IT_IS}", stacklevel=7)
             return True
-        if torch.is_grad_enabled() and self.needs_graphs and is_watched():
+        if torch.is_grad_enabled() and self.needs_graphs and internals.is_watched():
             warnings.warn(f"{_WATCHED} {type(self.model).__name__} {_AS_IT_IS}", stacklevel=7)
             return True
         return not torch.is_grad_enabled()
@@ -136,7 +128,7 @@ class PlannedCalls(ABC):
 
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; a percentage keeps the bytes that it came to before."""
-        if default_saved_tensors_hooks() is not None and self.options.offload.enabled == AUTO:
+        if internals.default_saved_tensors_hooks() is not None and self.options.offload.enabled == AUTO:
             # They may send what is saved to the host by themselves, and would copy places.
             self.options = replace(self.options, offload=Offload(False))
         self.options = self.prepare(self.options, inputs)
@@ -213,11 +205,11 @@ class CallsInSituations(PlannedCalls):
                 stacklevel=4,
             )
         with installed():
-            return call_implementation(self.model)(*args, **kwargs)
+            return internals.call_implementation(self.model)(*args, **kwargs)
 
     def _run_plainly(self, inputs: Inputs, situation: Any) -> Any:
         """Run the model unplanned, since nothing in it trains; if an output requires gradients, plan the next call."""
-        result = call_implementation(self.model)(*inputs.args, **inputs.kwargs)
+        result = internals.call_implementation(self.model)(*inputs.args, **inputs.kwargs)
         if differentiable_in(result):
             self._without_backward.discard(situation)
         else:
@@ -240,7 +232,12 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
     It is computed in every step, so it must be cheap.
     """
     kind = next((x.device.type for x in inputs.tensors()), "cpu")
-    return describe(inputs, (bool, str)), autocast_dtype(kind), switches_and_sizes(model), masking_of(model, inputs)
+    return (
+        describe(inputs, (bool, str)),
+        internals.autocast_dtype(kind),
+        switches_and_sizes(model),
+        masking_of(model, inputs),
+    )
 
 
 def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:

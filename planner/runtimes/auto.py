@@ -13,15 +13,8 @@ from torch import nn
 
 from planner import runtimes
 from planner.analysis.eager_baseline import LARGER, SLOWER
+from planner.capture import model_facts as facts
 from planner.capture.inputs import Inputs
-from planner.capture.model_facts import (
-    compiled_parts,
-    has_several_ranks,
-    is_sharded,
-    of_model,
-    sharded_inside,
-    shares_layers,
-)
 from planner.capture.torch_internals import entered, is_watched
 from planner.common.options import Offload
 from planner.common.units import format_seconds
@@ -45,11 +38,11 @@ def candidates(model: nn.Module) -> list[str]:
     parts of a block are sharded by themselves, ``inductor_blocks`` if blocks have their own ``compile()``, as in
     torchtitan, and else ``regional``.
     """
-    if not (has_several_ranks() or is_sharded(model)):
+    if not (facts.has_several_ranks() or facts.is_sharded(model)):
         return ["graph", "parts", "modules"]
-    if shares_layers(model) or sharded_inside(model):
+    if facts.shares_layers(model) or facts.sharded_inside(model):
         return ["modules"]
-    return ["inductor_blocks" if compiled_parts(model) else "regional"]
+    return ["inductor_blocks" if facts.compiled_parts(model) else "regional"]
 
 
 def choose(model: nn.Module) -> str:
@@ -285,7 +278,7 @@ class AutoRuntime:
         """Take another candidate if the first one refuses, or eager's step if the captured one is dearer."""
         self._is_compared = True
         tried: Tried = [captured]
-        with entered(of_model(self._model, inputs.args, inputs.kwargs)):
+        with entered(facts.of_model(self._model, inputs.args, inputs.kwargs)):
             others = candidates(self._model)[1:]  # several ranks have none: each would choose for itself
             plan = try_each(others, tried, self._options, partial(self._planned, inputs))
         if plan is None:
@@ -325,7 +318,7 @@ class AutoRuntime:
         def plan_with(name: str) -> Plan:
             return parts.plan_for(inputs) if name == "parts" else self._planned(inputs, name)
 
-        with entered(of_model(self._model, inputs.args, inputs.kwargs)):
+        with entered(facts.of_model(self._model, inputs.args, inputs.kwargs)):
             plan = try_each(others, tried, self._options, plan_with)
         if plan is not None and plan.runtime == "parts":
             return parts

@@ -16,33 +16,16 @@ from torch import fx, nn
 
 from planner.analysis.eager_baseline import eager_step
 from planner.analysis.study import SearchBeside, Study, is_worth_it
+from planner.capture import joint_capture
+from planner.capture import torch_internals as internals
 from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable, varying_dimensions
 from planner.capture.joint import JointGraph, reach_of
-from planner.capture.joint_capture import (
-    NOT_CAPTURED,
-    Backend,
-    CallOfAnySize,
-    Stopped,
-    differentiable_outputs,
-    loss_outputs,
-    until_stopped_by,
-)
 from planner.capture.model_facts import is_sharded
 from planner.capture.planned_call import forwards
 from planner.capture.programs import Program
 from planner.capture.symbolic import Sizes
-from planner.capture.torch_internals import (
-    Compiler,
-    aot_backend,
-    boxed,
-    call_implementation,
-    dynamic_dimensions,
-    is_marked_dynamic,
-    varying_numbers,
-    without_dynamic_marks,
-)
 from planner.common.options import AUTO, Offload
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.plans.plan import Plan
@@ -123,7 +106,12 @@ class GraphRuntime(PlannedCalls):
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, *, compiler: Compiler = aot_backend, **settings: Any
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        compiler: internals.Compiler = internals.aot_backend,
+        **settings: Any,
     ) -> None:
         super().__init__(model, options, **settings)
         self._plans = PlansBySize(self.plan, is_kept=self._must_match)
@@ -133,7 +121,7 @@ class GraphRuntime(PlannedCalls):
         self._completed_for: Any = None
         self._sizes: list[list[torch.Size]] = []
         """Sizes of calls that ran: a dimension seen in two sizes is captured as a symbol from then on."""
-        self._may_vary = compiler is aot_backend
+        self._may_vary = compiler is internals.aot_backend
         """Whether varying sizes are captured as symbols."""
         self._numbers: dict[str, float] = {}
         """Python numbers that the program depends on, by Dynamo's names, with their values at the capture."""
@@ -143,7 +131,7 @@ class GraphRuntime(PlannedCalls):
         """Inputs of the current call."""
         self._in_hooks = is_sharded(model)
         """Whether FSDP2's hooks run around the graphs, which then replace the model's ``forward`` alone."""
-        self._own_call = model.forward if self._in_hooks else call_implementation(model)
+        self._own_call = model.forward if self._in_hooks else internals.call_implementation(model)
         self._expected: list[int] | None = None
         self._beside: tuple[SearchBeside, PlannedStep] | None = None
         """The search for a better plan, and the step that it is for."""
@@ -162,16 +150,16 @@ class GraphRuntime(PlannedCalls):
         if not self._in_hooks:
             return self._run(*args, **kwargs)
         with forwards({self.model: self._run}):
-            return call_implementation(self.model)(*args, **kwargs)
+            return internals.call_implementation(self.model)(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)
-            if result is NOT_CAPTURED and (varying := marked(self._inputs)):
-                with without_dynamic_marks(varying):  # guards do not know them: what is captured has none
+            if result is joint_capture.NOT_CAPTURED and (varying := marked(self._inputs)):
+                with internals.without_dynamic_marks(varying):  # guards do not know them: what is captured has none
                     result = self._known(args, kwargs)
-            if result is not NOT_CAPTURED:
+            if result is not joint_capture.NOT_CAPTURED:
                 self._in_a_row = 0
                 return result
             with one_at_a_time:
@@ -184,9 +172,9 @@ class GraphRuntime(PlannedCalls):
         for call in self._calls:
             with suppress(OtherBranchError):  # raised before anything was run
                 result = call.known(args, kwargs)
-                if result is not NOT_CAPTURED:
+                if result is not joint_capture.NOT_CAPTURED:
                     return result
-        return NOT_CAPTURED
+        return joint_capture.NOT_CAPTURED
 
     def _captured(self, inputs: Inputs) -> Any:
         """Capture, plan and run a new kind of call."""
@@ -203,12 +191,12 @@ class GraphRuntime(PlannedCalls):
         self._in_a_row += 1
         self._complete_for(inputs)
         # Dimensions that vary, or are marked.
-        of_marks = ((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))
+        of_marks = ((tensor, internals.dynamic_dimensions(tensor)) for tensor in marked(inputs))
         symbolic = [*varying_dimensions(inputs, self._sizes), *of_marks] if self._may_vary else []
         graphs = self._graphs
-        changing = varying_numbers(self._numbers) if self._may_vary else nullcontext()
+        changing = internals.varying_numbers(self._numbers) if self._may_vary else nullcontext()
         shown = log_progress(type(self.model).__name__, "captured")
-        with shown as done, without_dynamic_marks(marked(inputs)), changing, explain_failures(self.model):
+        with shown as done, internals.without_dynamic_marks(marked(inputs)), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
             sizes = [tensor.shape for tensor in inputs.tensors()]
             if sizes not in self._sizes:
@@ -243,7 +231,7 @@ class GraphRuntime(PlannedCalls):
             return f"{of_inputs}, as symbols from now on"
         return "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
 
-    def _capture(self, inputs: Inputs, call: CallOfAnySize, symbolic: Sequence[Varying]) -> Any:
+    def _capture(self, inputs: Inputs, call: joint_capture.CallOfAnySize, symbolic: Sequence[Varying]) -> Any:
         result = call.captured(inputs, symbolic)
         self._may_vary = self._may_vary and call.may_vary
         return result
@@ -253,27 +241,27 @@ class GraphRuntime(PlannedCalls):
             self.complete_options(inputs)
             self._completed_for = situation
 
-    def _new_call(self) -> CallOfAnySize:
-        backend = Backend(
+    def _new_call(self) -> joint_capture.CallOfAnySize:
+        backend = joint_capture.Backend(
             self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,
             make_program=self._program,
             compiler=self.compiler,
         )
-        return CallOfAnySize(self.model, self._own_call, backend)
+        return joint_capture.CallOfAnySize(self.model, self._own_call, backend)
 
     def plan_for(self, inputs: Inputs) -> Plan:
         """Capture and plan a call ahead of it: the next one like it runs at once."""
         check_plannable(self.model, inputs)
         with patch.object(self, "_is_ahead", True):
-            until_stopped_by(self.model, lambda: self.run(inputs.args, inputs.kwargs))
+            joint_capture.until_stopped_by(self.model, lambda: self.run(inputs.args, inputs.kwargs))
         assert self.plan is not None
         return self.plan
 
     def plan_anew(self, options: Options) -> bool:
         """Plan under other options from the next call on, with the graphs that were captured; Inductor's are code."""
-        if self.compiler is not aot_backend or not self._graphs:
+        if self.compiler is not internals.aot_backend or not self._graphs:
             return False
         self.options, self._completed_for, self._generation = options, None, self._generation + 1
         self._plans, self._sized, self._beside, self._searched = PlansBySize(), {}, None, None
@@ -300,7 +288,7 @@ class GraphRuntime(PlannedCalls):
                 return self._sized[joint.graph].program(joint, given)
             halves = self.partition(joint)
             assert self.plan is not None
-            forward, backward = map(boxed, halves)
+            forward, backward = map(internals.boxed, halves)
             return Program(forward, backward, self._entering(self.plan), halves=halves)
 
     def _plain(self, joint: JointGraph, *, waits: bool = False) -> PlannedStep:
@@ -381,9 +369,9 @@ class GraphRuntime(PlannedCalls):
                 f"own{self._changes}. Pass a tensor instead of a number that changes, pad or bucket inputs whose "
                 "sizes change what is run, or pass runtime=Runtime(maximum_shapes=...)"
             )
-        possible = differentiable_outputs(graph_module)
+        possible = joint_capture.differentiable_outputs(graph_module)
         if self._expected is None:
-            return loss_outputs(graph_module, self.options.loss)
+            return joint_capture.loss_outputs(graph_module, self.options.loss)
         return [position for position in self._expected if position in possible] or possible
 
     def _finish(
@@ -393,12 +381,14 @@ class GraphRuntime(PlannedCalls):
         differentiable: Sequence[int],
         joint: JointGraph | None,
     ) -> Callable[..., Any]:
-        others = [p for p in differentiable_outputs(graph_module) if p not in differentiable]
+        others = [p for p in joint_capture.differentiable_outputs(graph_module) if p not in differentiable]
         self._graphs += 1
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
         reach = reach_of(joint)
-        put_in_force = weakly(self._use, self._generation, None if self.compiler is aot_backend else self.plan)
+        put_in_force = weakly(
+            self._use, self._generation, None if self.compiler is internals.aot_backend else self.plan
+        )
         late = None
         if others:
             late = LateGradients(graph_module, joint, others, weakly(self._expect, sorted([*differentiable, *others])))
@@ -428,7 +418,7 @@ class GraphRuntime(PlannedCalls):
         if generation == self._generation:
             self.plan = plan or self.plan
             if self._is_ahead:
-                raise Stopped(self.plan)
+                raise joint_capture.Stopped(self.plan)
         return generation == self._generation
 
     def _expect(self, positions: list[int]) -> None:
@@ -440,7 +430,7 @@ class GraphRuntime(PlannedCalls):
 
 def marked(inputs: Inputs) -> list[torch.Tensor]:
     """Return the inputs marked by ``mark_dynamic`` or a relative of it."""
-    return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
+    return [tensor for tensor in inputs.tensors() if internals.is_marked_dynamic(tensor)]
 
 
 class _Graph(RuntimeOfCalls):

@@ -24,15 +24,7 @@ from planner.errors import UsageError
 from planner.findings.finding import Finding
 from planner.ir.static_memory import FINDS, SHARDS
 from planner.plans.plan import Plan
-from planner.runtimes import ReplannedModel
-from planner.runtimes._calls import (
-    MAY_BE_ABOVE,
-    CallsInSituations,
-    Decided,
-    RuntimeOfCalls,
-    check_sharding,
-    situation_of,
-)
+from planner.runtimes import ReplannedModel, _calls
 from planner.runtimes._units import (
     BLOCK_BYTES,
     SHARDING,
@@ -50,7 +42,7 @@ from planner.session.rank_consensus import plan_together
 from planner.session.step import LoweredStep, Options, elsewhere_for
 
 
-class RegionalRuntime(CallsInSituations):
+class RegionalRuntime(_calls.CallsInSituations):
     """What ``model(...)`` runs while a plan is in force."""
 
     def __init__(self, model: nn.Module, options: Options, runtime: Regional, **settings: Any) -> None:
@@ -59,11 +51,11 @@ class RegionalRuntime(CallsInSituations):
         self._blocks: dict[Any, PlannedUnits] = {}
         """Keyed by situation and decisions: plans may differ in how gradients accumulate alone."""
 
-    def decide(self, inputs: Inputs) -> Decided:
+    def decide(self, inputs: Inputs) -> _calls.Decided:
         """Plan the blocks."""
         plan = self._plan(inputs)
         asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", BLOCK_BYTES))
-        key = (situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()), plan.offloading)
+        key = (_calls.situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()), plan.offloading)
         if key not in self._blocks:
             self._blocks[key] = PlannedUnits(self.model, plan, self._runtime.kind)
         return plan, partial(installed, self.model, self._blocks[key].forwards)
@@ -91,8 +83,8 @@ class RegionalRuntime(CallsInSituations):
         self.is_confirmed = True
         if unknown := self._unknown_to(plan):
             said = (unknown.get(SHARDING) or unknown.get(FINDS) or "the model is sharded by default").partition(";")[0]
-            warnings.warn(f"{said}, and the given plan does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
-        check_sharding(self.model, blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
+            warnings.warn(f"{said}, and the given plan does not count on that: {_calls.MAY_BE_ABOVE}", stacklevel=7)
+        _calls.check_sharding(self.model, blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
         return plan
 
     def _unknown_to(self, plan: Plan) -> dict[str, str]:
@@ -128,7 +120,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler:
     return replace(step, lowered=replace(step.lowered, warnings=notes))
 
 
-class Regional(RuntimeOfCalls):
+class Regional(_calls.RuntimeOfCalls):
     """Plans the blocks of a step together with the eager operations around them."""
 
     name = "regional"

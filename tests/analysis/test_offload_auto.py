@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,7 @@ from planner.analysis.study import Study
 from planner.common.options import Offload, Search
 from planner.errors import UsageError
 from planner.ir import host
-from planner.ir.problem import Problem, Solution
 from planner.ir.static_memory import StaticMemory
-from planner.plans import planning
 from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin
 from planner.report import render
 from tests.example_graphs import transformer
@@ -57,21 +54,6 @@ def test_it_is_not_used_for_less(link: str, monkeypatch: pytest.MonkeyPatch) -> 
     alone, plan = planned(study_on(), enabled=False), planned(study_on(), link=link)
     assert plan.offloading is None and plan.overhead == pytest.approx(alone.overhead)
     assert plan.lower_bound_seconds == pytest.approx(alone.lower_bound_seconds)
-
-
-def test_a_bound_is_of_plans_that_may_offload_where_only_a_later_solution_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where blocks need less memory than the first solution leaves them: its bound is of recompute alone."""
-    bounds = []
-
-    def in_blocks(problem: Problem, _memory: Any, solve: Callable[[Problem], Solution], *_: Any) -> Solution:
-        first, later = solve(problem), solve(replace(problem, budget_bytes=int(0.6 * problem.budget_bytes)))
-        assert later.schedule.offloads and not first.schedule.offloads
-        bounds.append(first.lower_bound_seconds)
-        return replace(later, lower_bound_seconds=first.lower_bound_seconds)
-
-    monkeypatch.setattr(planning, "solved_in_blocks", in_blocks)
-    plan = planned(study_on(), "97%", link="300MB/s")
-    assert plan.lower_bound_seconds < min(*bounds, plan.added_seconds)
 
 
 def test_it_is_used_where_no_plan_fits_without() -> None:

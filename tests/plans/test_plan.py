@@ -12,15 +12,8 @@ from typing import Any
 
 import pytest
 
+from planner import errors
 from planner.common import atomic
-from planner.errors import (
-    ClaimMismatchError,
-    InfeasibleBudgetError,
-    PlanFileError,
-    PlanMismatchError,
-    ScheduleError,
-    UsageError,
-)
 from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.layers import collapse, find_layers
 from planner.ir.schedule import Schedule
@@ -101,7 +94,7 @@ def test_baselines_stand_beside_the_plan(plan: Plan) -> None:
 def test_a_false_claim_is_refused() -> None:
     problem = make_problem(GRAPH, COSTS, budget="100%")
     solution = by_hand(problem, Schedule.keep_all(GRAPH))
-    with pytest.raises(ClaimMismatchError):
+    with pytest.raises(errors.ClaimMismatchError):
         plan_from_solution(problem, dataclasses.replace(solution, peak_bytes=solution.peak_bytes - 64))
 
 
@@ -140,7 +133,7 @@ def test_an_infeasible_budget_names_one_that_is_feasible(budget: int | str) -> N
     with pytest.raises(NoPlanFitsError, match="the smallest budget known to be feasible is") as caught:
         make_plan(GRAPH, COSTS, budget=budget, solver="sqrt")
     error = caught.value
-    assert isinstance(error, InfeasibleBudgetError) and error.exit_code == 3 and "\n" not in str(error)
+    assert isinstance(error, errors.InfeasibleBudgetError) and error.exit_code == 3 and "\n" not in str(error)
     assert error.minimum_feasible_peak_bytes > GRAPH.total_static_bytes
     assert error.operation in str(error) and error.operation.startswith("aten.")
     report = json.loads(json.dumps(error.report, allow_nan=False))
@@ -173,14 +166,14 @@ def test_decisions_survive_the_plan_file(seed: int) -> None:
 
 def test_a_plan_of_another_model_is_refused_with_what_is_missing(plan: Plan) -> None:
     smaller, _ = transformer(1)
-    with pytest.raises(PlanMismatchError, match=r"transformer\.h\.[123]\b.*new plan") as caught:
+    with pytest.raises(errors.PlanMismatchError, match=r"transformer\.h\.[123]\b.*new plan") as caught:
         plan.schedule_for(smaller)
     assert "\n" not in str(caught.value)
 
 
 def test_a_plan_that_would_run_backwards_is_refused(plan: Plan) -> None:
     first, last = GRAPH.operations[0].key, GRAPH.operations[-1].key
-    with pytest.raises(PlanMismatchError, match="comes first"):
+    with pytest.raises(errors.PlanMismatchError, match="comes first"):
         dataclasses.replace(plan, recomputations={first: (last,)}).schedule_for(GRAPH)
 
 
@@ -196,7 +189,7 @@ def test_save_and_load(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_report_is_no_plan_but_says_what_is_missing(plan: Plan) -> None:
-    with pytest.raises(PlanFileError, match="fingerprint is missing"):
+    with pytest.raises(errors.PlanFileError, match="fingerprint is missing"):
         Plan.from_json(json.dumps(plan.report()))
 
 
@@ -212,7 +205,7 @@ def test_nothing_half_written(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(atomic.os, "fdopen", fail)
     else:
         monkeypatch.setattr(atomic.os, moment, fail)
-    with pytest.raises(UsageError, match="No space left"):
+    with pytest.raises(errors.UsageError, match="No space left"):
         plan.save(path)
     monkeypatch.undo()
     assert path.read_text() == "before"
@@ -222,9 +215,9 @@ def test_nothing_half_written(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mo
 def test_paths_that_cannot_be_written(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "missing" / "plan.json", tmp_path / "file" / "plan.json", "a\0b", "x" * 5000):
-        with pytest.raises(UsageError, match="cannot write"):
+        with pytest.raises(errors.UsageError, match="cannot write"):
             plan.save(path)
-        with pytest.raises(UsageError, match="cannot write"):
+        with pytest.raises(errors.UsageError, match="cannot write"):
             atomic.check_writable(path)
 
 
@@ -244,7 +237,7 @@ def test_a_saved_file_can_be_read_as_the_umask_allows_and_links_stay(plan: Plan,
 
 
 def refused(text: str) -> str:
-    with pytest.raises(PlanFileError) as caught:
+    with pytest.raises(errors.PlanFileError) as caught:
         Plan.from_json(text)
     message = str(caught.value)
     assert message and "\n" not in message and len(message) < 500
@@ -313,7 +306,7 @@ def test_wrong_types_anywhere_are_refused_or_harmless(small: Any) -> None:
             parent_of(bad, path)[path[-1]] = wrong
             try:
                 read = Plan.from_json(json.dumps(bad))
-            except PlanFileError as error:
+            except errors.PlanFileError as error:
                 assert "\n" not in str(error) and "\x1b" not in str(error) and len(str(error)) < 500
             else:
                 read.to_json()
@@ -394,7 +387,7 @@ def test_what_cannot_be_recomputed_is_kept() -> None:
     schedule = every_nth_layer(graph, 1)
     assert schedule is not None
     simulate(graph, COSTS, schedule)  # raises if one of them runs twice
-    with pytest.raises(ScheduleError):
+    with pytest.raises(errors.ScheduleError):
         simulate(graph, COSTS, every_nth_layer(GRAPH, 1) or schedule)
 
 

@@ -47,7 +47,7 @@ def page(name: str) -> str:
 
 def fenced(language: str, *texts: str) -> list[str]:
     """Return the code blocks of a language, in their order; by default those of the README."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", "\n".join(texts or (README,)), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", "\n".join(texts or (README,)), re.M | re.DOTALL)
 
 
 def commands() -> list[list[str]]:
@@ -76,10 +76,8 @@ def test_two_commands_do_all_the_set_up():
 
 
 def test_every_installed_package_is_pinned():
-    pinned = dict(
-        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    declared = re.findall(r"^    ([\w-]+)>=", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M))
+    declared = re.findall(r"^    ([\w-]+)>=", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.M)
     assert pinned["torch"] == "2.13.0"
     assert {name.lower() for name in declared} <= {name.lower() for name in pinned}
 
@@ -131,22 +129,20 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def headings(report: str) -> list[str]:
     """Return what stays the same from one report to the next: the first words of its parts."""
-    return re.findall(
-        r"^(Peak memory|Beside other ways|Layers|Memory over the step|What to do next)", report, re.MULTILINE
-    )
+    return re.findall(r"^(Peak memory|Beside other ways|Layers|Memory over the step|What to do next)", report, re.M)
 
 
 def test_every_zoo_model_and_exit_code_is_listed():
     for name in zoo.names():
         assert f"`{name}`" in page("zoo.md")
-    assert re.findall(r"^\| (\d) \|", page("command-line.md"), re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    assert re.findall(r"^\| (\d) \|", page("command-line.md"), re.M) == ["0", "1", "2", "3", "4"]
 
 
 def test_the_readme_is_short_and_its_figures_of_a_gpu_are_those_measured():
     assert len(README.splitlines()) <= 90
     rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_peers.json").read_text(encoding="utf-8"))["rows"]
     measured = {f"{100 * row['over']:+.1f}%" for row in rows if "over" in row}
-    shown = re.findall(r"[+-][\d.]+%", "".join(re.findall(r"^\| (?:ResNet|ViT|Llama).*$", README, re.MULTILINE)))
+    shown = re.findall(r"[+-][\d.]+%", "".join(re.findall(r"^\| (?:ResNet|ViT|Llama).*$", README, re.M)))
     assert len(shown) == 13 and measured.issuperset(shown)
 
 

@@ -17,22 +17,7 @@ from planner.common.options import grouped
 from planner.errors import UnsupportedModelError
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
-from tests.models import (
-    SEQUENCES,
-    WIDTH,
-    Convolutions,
-    Layers,
-    OneLinear,
-    Recurrent,
-    Stack,
-    Transformer,
-    images,
-    linear,
-    looked_at,
-    mean_square,
-    perceptron,
-    rows,
-)
+from tests import models
 from tests.runtimes import test_modules
 from tests.runtimes.steps import hold_peak, step, wrap_and_hold, wrap_and_hold_under_autocast
 from tests.runtimes.test_offload import ChannelsLast, perceptrons
@@ -52,7 +37,7 @@ class Mixed(test_modules.Stack):
             return super().forward(x)
 
 
-class Factored(Layers, first=linear(256, 256), second=linear(256, 8)):
+class Factored(models.Layers, first=models.linear(256, 256), second=models.linear(256, 8)):
     """A Cholesky factor, whose check for errors is an operator with an effect: a token orders it among others."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +45,7 @@ class Factored(Layers, first=linear(256, 256), second=linear(256, 8)):
         return torch.linalg.cholesky(points @ points.T + torch.eye(len(x))).diagonal().log().sum()
 
 
-class Tied(Stack):
+class Tied(models.Stack):
     """One weight in the first block and in the last, between which others run."""
 
     def __init__(self) -> None:
@@ -69,7 +54,7 @@ class Tied(Stack):
 
 
 class ConvolutionsOutside(
-    Layers,
+    models.Layers,
     start=lambda: nn.Conv2d(32, 32, 1),
     blocks=lambda: nn.Sequential(*(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(3))),
     end=lambda: nn.Conv2d(32, 32, 1),
@@ -87,7 +72,7 @@ def _layers(width: int = 128) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
 
 
-class SparseEmbedding(Layers, table=lambda: nn.Embedding(100, 128, sparse=True), layers=_layers):
+class SparseEmbedding(models.Layers, table=lambda: nn.Embedding(100, 128, sparse=True), layers=_layers):
     """A table whose gradient is sparse; where the table is used twice, autograd turns it dense."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -95,7 +80,7 @@ class SparseEmbedding(Layers, table=lambda: nn.Embedding(100, 128, sparse=True),
         return (y @ self.table.weight.T if self.is_tied else y).logsumexp(-1).mean()
 
 
-class Graph(Layers, layers=_layers):
+class Graph(models.Layers, layers=_layers):
     """Passes messages between neighbours, through a sparse matrix that the forward may make itself."""
 
     makes_it = False
@@ -130,16 +115,18 @@ class Normed(nn.Module):
         return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
 
 
-class Decoding(Layers, own=linear(WIDTH, WIDTH), other=linear(WIDTH, WIDTH)):
+class Decoding(
+    models.Layers, own=models.linear(models.WIDTH, models.WIDTH), other=models.linear(models.WIDTH, models.WIDTH)
+):
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.own(x) * torch.sigmoid(self.other(memory)))
 
 
 class Shared(
-    Layers,
-    encoder=lambda: nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)),
+    models.Layers,
+    encoder=lambda: nn.ModuleList(nn.Sequential(nn.Linear(models.WIDTH, models.WIDTH)) for _ in range(2)),
     decoder=lambda: nn.ModuleList(Decoding() for _ in range(3)),
-    tied=linear(WIDTH, WIDTH),
+    tied=models.linear(models.WIDTH, models.WIDTH),
 ):
     """What one block returns goes to several, so autograd adds gradients up; a tied layer stands outside."""
 
@@ -152,12 +139,12 @@ class Shared(
         return self.tied(y).square().mean()
 
 
-class Passing(OneLinear):
+class Passing(models.OneLinear):
     def forward(self, x: torch.Tensor, total: torch.Tensor, passes: bool) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tanh(self.linear(x)), total if passes else total + 1
 
 
-class Twice(Layers, layers=lambda: nn.ModuleList(Passing() for _ in range(3))):
+class Twice(models.Layers, layers=lambda: nn.ModuleList(Passing() for _ in range(3))):
     """A block that is called twice, and one that returns what it is given."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,8 +155,8 @@ class Twice(Layers, layers=lambda: nn.ModuleList(Passing() for _ in range(3))):
 
 
 class Positions(
-    Layers,
-    table=lambda: nn.Buffer(torch.randn(1024, WIDTH)),
+    models.Layers,
+    table=lambda: nn.Buffer(torch.randn(1024, models.WIDTH)),
     layers=lambda: nn.ModuleList(Decoding() for _ in range(3)),
 ):
     """Blocks that are given a part of a buffer, as rotary positions are."""
@@ -192,11 +179,11 @@ class Looks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        x = x * 2.0 if looked_at(self, x) > 0 else x * 3.0
-        return mean_square(self.second(x))
+        x = x * 2.0 if models.looked_at(self, x) > 0 else x * 3.0
+        return models.mean_square(self.second(x))
 
 
-class Ignores(Layers, blocks=lambda: nn.ModuleList(perceptron() for _ in range(4))):
+class Ignores(models.Layers, blocks=lambda: nn.ModuleList(models.perceptron() for _ in range(4))):
     """What the last of its blocks returns is in no loss, and lives until the forward ends."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,23 +191,28 @@ class Ignores(Layers, blocks=lambda: nn.ModuleList(perceptron() for _ in range(4
             x = block(x)
         ignored = self.blocks[-1](x)
         if self.looks:
-            return mean_square(x * 2.0 if looked_at(self, ignored) > 0 else x * 3.0)
-        return mean_square(x) + 0.0 * ignored.detach().mean()
+            return models.mean_square(x * 2.0 if models.looked_at(self, ignored) > 0 else x * 3.0)
+        return models.mean_square(x) + 0.0 * ignored.detach().mean()
 
 
-class TwoWays(Layers, wide=linear(WIDTH, 1024), narrow=linear(1024, 256), other=linear(WIDTH, WIDTH)):
+class TwoWays(
+    models.Layers,
+    wide=models.linear(models.WIDTH, 1024),
+    narrow=models.linear(1024, 256),
+    other=models.linear(models.WIDTH, models.WIDTH),
+):
     """Returns two tensors, by weights of their own; the backward of the first is widest after its gradient was read."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.narrow(self.wide(x).tanh().exp()), self.other(x).tanh()
 
 
-class UsesOne(Layers, body=TwoWays):
+class UsesOne(models.Layers, body=TwoWays):
     """Looks at a number, and uses one of two results: a gradient is held where another does not come."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         used, _unused = self.body(x)
-        return mean_square(used * 2.0 if looked_at(self, used) > 0 else used * 3.0)
+        return models.mean_square(used * 2.0 if models.looked_at(self, used) > 0 else used * 3.0)
 
 
 class Batch:
@@ -230,7 +222,7 @@ class Batch:
         self.x = x
 
 
-class TakesBatch(Stack):
+class TakesBatch(models.Stack):
     def forward(self, batch: Batch) -> torch.Tensor:
         return super().forward(batch.x)
 
@@ -287,7 +279,7 @@ def _plans(blocks: str) -> Callable[[Plan], bool]:
 
 
 def _halves() -> nn.Module:
-    return Looks(lambda: nn.Sequential(*(perceptron(dropout=0.2) for _ in range(2))))
+    return Looks(lambda: nn.Sequential(*(models.perceptron(dropout=0.2) for _ in range(2))))
 
 
 def _two_captured_halves(plan: Plan) -> bool:
@@ -297,27 +289,27 @@ def _two_captured_halves(plan: Plan) -> bool:
 
 _FILED = {"from_file": True}
 _CAST = {"under_autocast": True, "budget": "85%"}
-IMAGES, TABLE = torch.randn(8, 3, 16, 16), torch.randn(256, WIDTH)
-LSTM = rows().unflatten(0, (8, 32))
+IMAGES, TABLE = torch.randn(8, 3, 16, 16), torch.randn(256, models.WIDTH)
+LSTM = models.rows().unflatten(0, (8, 32))
 
 CASES: dict[str, Case] = {
     # Modules that run again, or keep.
-    "keywords and tuples": _case("modules", test_modules.Stack, rows(), "70%", **_FILED),
-    "branches": _case("modules", test_modules.Branching, rows(), "70%", **_FILED),
-    "autocast and frozen": _case("modules", Mixed, rows(), "70%", **_FILED),
-    "batch norm in place": _case("modules", Convolutions, images(), "70%", **_FILED),
-    "lstm": _case("modules", partial(Recurrent, 3), LSTM, "80%", **_FILED),
-    "kept": _case("selective", Transformer, SEQUENCES, "65%", **_FILED),
-    "kept, cast": _case("selective", partial(Transformer, cast=True), SEQUENCES, "85%", **_FILED),
-    "offload, dropout": _case("offload", perceptrons, rows(1024, 128), "48%", **_FILED),
-    "offload, blocks": _case("offload, blocks", perceptrons, rows(1024, 128), "60%", **_FILED),
-    "offload, parts": _case("offload, parts", _halves, rows(), "70%", offload_at_least=1),
-    "offload, channels last": _case("offload", ChannelsLast, images(8, 3, 64), "60%", **_FILED),
-    "no gradient comes back": _case("modules", test_modules.Detached, rows(512), "100%", uses=_nothing),
+    "keywords and tuples": _case("modules", test_modules.Stack, models.rows(), "70%", **_FILED),
+    "branches": _case("modules", test_modules.Branching, models.rows(), "70%", **_FILED),
+    "autocast and frozen": _case("modules", Mixed, models.rows(), "70%", **_FILED),
+    "batch norm in place": _case("modules", models.Convolutions, models.images(), "70%", **_FILED),
+    "lstm": _case("modules", partial(models.Recurrent, 3), LSTM, "80%", **_FILED),
+    "kept": _case("selective", models.Transformer, models.SEQUENCES, "65%", **_FILED),
+    "kept, cast": _case("selective", partial(models.Transformer, cast=True), models.SEQUENCES, "85%", **_FILED),
+    "offload, dropout": _case("offload", perceptrons, models.rows(1024, 128), "48%", **_FILED),
+    "offload, blocks": _case("offload, blocks", perceptrons, models.rows(1024, 128), "60%", **_FILED),
+    "offload, parts": _case("offload, parts", _halves, models.rows(), "70%", offload_at_least=1),
+    "offload, channels last": _case("offload", ChannelsLast, models.images(8, 3, 64), "60%", **_FILED),
+    "no gradient comes back": _case("modules", test_modules.Detached, models.rows(512), "100%", uses=_nothing),
     # Weights that autocast around the call has cast are kept no longer than the call.
-    "modules under autocast": _case("modules", Stack, rows(512), None, **_CAST),
-    "modules under autocast, tied": _case("modules", Tied, rows(512), None, **_CAST),
-    "modules under autocast, images": _case("modules", Convolutions, images(), None, **_CAST),
+    "modules under autocast": _case("modules", models.Stack, models.rows(512), None, **_CAST),
+    "modules under autocast, tied": _case("modules", Tied, models.rows(512), None, **_CAST),
+    "modules under autocast, images": _case("modules", models.Convolutions, models.images(), None, **_CAST),
     # Copies of weights that autocast makes outside of blocks are counted.
     **{
         f"copies of weights, {way}": _case(
@@ -338,19 +330,19 @@ CASES: dict[str, Case] = {
     "blocks called twice": _case("regional", Twice, TABLE, "100%", uses=_nothing),
     "blocks, part of a buffer": _case("regional", Positions, TABLE, "90%", uses=_plans("layers.0 layers.1 layers.2")),
     "blocks, ignored result": _case(
-        "regional", partial(Ignores, looks=False), rows(512), "90%", uses=_plans("blocks.0 blocks.1 blocks.2")
+        "regional", partial(Ignores, looks=False), models.rows(512), "90%", uses=_plans("blocks.0 blocks.1 blocks.2")
     ),
     # Parts.
-    "halves": _case("parts", _halves, rows(), "50%", uses=_two_captured_halves),
+    "halves": _case("parts", _halves, models.rows(), "50%", uses=_two_captured_halves),
     "parts, ignored result": _case(
-        "parts", partial(Ignores, looks=True), rows(512), "90%", uses=_plans("blocks.0 blocks.1 blocks.2")
+        "parts", partial(Ignores, looks=True), models.rows(512), "90%", uses=_plans("blocks.0 blocks.1 blocks.2")
     ),
-    "parts, one of two results": _case("parts", UsesOne, rows(), "100%", uses=lambda plan: plan.runtime == "parts"),
+    "parts, one of two": _case("parts", UsesOne, models.rows(), "100%", uses=lambda plan: plan.runtime == "parts"),
     # Inputs that are objects, and operators with effects: no token of one stands for a parameter's gradient.
-    "objects": _case("graph", partial(TakesBatch, 3), (Batch(rows()),), "80%"),
-    "objects, modules": _case("modules", partial(TakesBatch, 3), (Batch(rows()),), "80%"),
+    "objects": _case("graph", partial(TakesBatch, 3), (Batch(models.rows()),), "80%"),
+    "objects, modules": _case("modules", partial(TakesBatch, 3), (Batch(models.rows()),), "80%"),
     "tokens of effects": _case(
-        "graph", Factored, rows(64, 256), "100%",
+        "graph", Factored, models.rows(64, 256), "100%",
         uses=lambda plan: plan.anatomy["gradients"] < 1.01 * 4 * (256 * 256 + 256 + 256 * 8 + 8),
     ),
 }  # fmt: skip

@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 
 import cost_models
 import planner
-from planner import solvers
+from planner import errors, solvers
 from planner.common.limits import Clock
 from planner.common.options import Search, grouped
-from planner.errors import (
-    HostBudgetError,
-    InfeasibleBudgetError,
-    PlanMismatchError,
-    RuntimeUnsupportedError,
-    ScheduleError,
-    UsageError,
-)
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, host_of
 from planner.ir.problem import Problem
@@ -116,13 +108,13 @@ def test_waiting_is_what_does_not_hide(offloads: list[Offload], stall: float, tr
 )
 def test_an_offload_that_cannot_be_carried_out_is_refused(offload: Offload, said: str):
     graph, costs = chain()
-    with pytest.raises(ScheduleError, match=said):
+    with pytest.raises(errors.ScheduleError, match=said):
         simulate(graph, costs, Schedule(tuple(range(8)), (offload,)), LINK)
 
 
 def test_without_a_host_nothing_can_be_offloaded():
     graph, costs = chain()
-    with pytest.raises(ScheduleError, match="no host"):
+    with pytest.raises(errors.ScheduleError, match="no host"):
         simulate(graph, costs, Schedule(tuple(range(8)), (Offload(0, 3, (6,)),)))
 
 
@@ -138,7 +130,7 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float,
     asked = OffloadReduction(problem, problem.host.movable(problem.graph), free)
     try:
         found = solvers.get("sqrt").solve(asked.problem, effort=solvers.SolveLimits())
-    except InfeasibleBudgetError:
+    except errors.InfeasibleBudgetError:
         return
     tight = asked.invert(found.schedule)
     assert asked.invert(Schedule(tuple(asked.order_of(steps_of(problem, tight))))) == tight
@@ -164,7 +156,7 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
     problem = posed_by(seed)
     best = cheapest_offloading(problem)
     if best is None:
-        with pytest.raises(InfeasibleBudgetError):
+        with pytest.raises(errors.InfeasibleBudgetError):
             solvers.solve(problem, time_limit_seconds=3, deterministic=True)
         return
     found = solvers.solve(problem, time_limit_seconds=3, deterministic=True)
@@ -182,7 +174,7 @@ def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
     graph = without_recompute(graph)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, budget_bytes=2**40))
     whole_bytes = problem.baseline.peak_bytes
-    with pytest.raises(InfeasibleBudgetError) as caught:
+    with pytest.raises(errors.InfeasibleBudgetError) as caught:
         solvers.solve(replace(problem, budget_bytes=whole_bytes // 5), time_limit_seconds=1)
     known_bytes = caught.value.minimum_feasible_peak_bytes - graph.total_static_bytes
     assert caught.value.is_proven and known_bytes < whole_bytes
@@ -231,12 +223,12 @@ def test_budgets_below_what_recompute_can_reach_are_kept():
     graph, costs = transformer(2)
     graph, host = without_recompute(graph), Host(bytes_per_second=1e10, budget_bytes=2**40)
     problem = problem_at((graph, costs), 2 / 3)
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(errors.InfeasibleBudgetError):
         solvers.solve(problem, time_limit_seconds=2)
     found = solvers.solve(replace(problem, host=host), time_limit_seconds=2)
     assert found.peak_bytes <= problem.budget_bytes and found.schedule.offloads
     assert lowest_peak(replace(problem, host=host)).proven_peak_bytes <= found.peak_bytes
-    with pytest.raises(HostBudgetError) as small:
+    with pytest.raises(errors.HostBudgetError) as small:
         solvers.solve(replace(problem, host=replace(host, budget_bytes=2**20)), time_limit_seconds=2)
     enough = replace(host, budget_bytes=small.value.host_budget_bytes)
     assert solvers.solve(replace(problem, host=enough), time_limit_seconds=2).schedule.offloads
@@ -246,7 +238,7 @@ def test_budgets_below_what_recompute_can_reach_are_kept():
 
 
 def test_solvers_that_only_recompute_refuse():
-    with pytest.raises(UsageError, match="'ilp' does not offload; those that do are 'auto', 'offload_search'"):
+    with pytest.raises(errors.UsageError, match="'ilp' does not offload; those that do are 'auto', 'offload_search'"):
         solvers.solve(posed(0.7), "ilp")
 
 
@@ -264,14 +256,14 @@ def test_what_a_plan_offloads_survives_its_file_and_shows_in_the_report():
     assert sum(layer.offloaded_bytes for layer in plan.placement) == plan.offloading.host_bytes
     text = printed(render, plan, width=100, full=True)
     assert "offloaded" in text.splitlines()[0] and "MiB offloaded; " in text and "in the host's memory" in text
-    with pytest.raises(PlanMismatchError, match="offloads output"):
+    with pytest.raises(errors.PlanMismatchError, match="offloads output"):
         other = transformer(1)[0]
         with_offloads(other, Schedule.keep_all(other), plan.offloading)
 
 
 def test_a_device_without_a_link_to_the_host_is_refused(tmp_path):
     spec = replace(cost_models.device("h100"), host_link_bytes_per_second=0.0)
-    with pytest.raises(UsageError, match="no figure for its link"):
+    with pytest.raises(errors.UsageError, match="no figure for its link"):
         host_of(spec)
     save(spec, tmp_path / "device.json")
     assert load(tmp_path / "device.json") == spec
@@ -355,10 +347,10 @@ def test_no_host_memory_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch, refus
     else:
         driver = SimpleNamespace(cudaHostRegister=lambda *_: 2)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    with pytest.raises(RuntimeUnsupportedError, match=r"host memory is left .* 1\.0 MiB .*host_budget"):
+    with pytest.raises(errors.RuntimeUnsupportedError, match=r"host memory is left .* 1\.0 MiB .*host_budget"):
         host_copies.Pool().take(1 << 20, torch.uint8, pinned=refusal == "driver")
 
 
 def test_the_runtime_that_runs_eager_code_refuses():
-    with pytest.raises(UsageError, match="the runtime 'modules' does not offload: use another"):
+    with pytest.raises(errors.UsageError, match="the runtime 'modules' does not offload: use another"):
         planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime="modules")

@@ -12,16 +12,9 @@ import torch
 from torch import nn
 
 import planner
+from planner import errors
 from planner.capture import fake_mode
 from planner.common.options import grouped
-from planner.errors import (
-    CaptureError,
-    InfeasibleBudgetError,
-    PlanMismatchError,
-    PlannerError,
-    UnsupportedModelError,
-    UsageError,
-)
 from tests.models import OneLinear, Stack, perceptron
 
 WIDTH = 64
@@ -67,7 +60,7 @@ def test_planning_leaves_the_model_alone(runtime: str) -> None:
     assert torch.equal(random_state, torch.get_rng_state())
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    with pytest.raises(UsageError, match="not wrapped"):
+    with pytest.raises(errors.UsageError, match="not wrapped"):
         planner.plan_of(model)
 
 
@@ -86,12 +79,12 @@ def test_planning_a_fake_model_gives_the_same_plan() -> None:
 
 def test_a_wrapped_model_has_a_plan_from_its_first_step_until_it_is_unwrapped() -> None:
     model = planner.auto_wrap(Model(), budget=planner.Budget(activations="70%"))
-    with pytest.raises(UsageError, match="not planned yet"):
+    with pytest.raises(errors.UsageError, match="not planned yet"):
         planner.plan_of(model)
     model(data()).backward()
     assert planner.plan_of(model).recomputations
     assert planner.unwrap(model) is model
-    with pytest.raises(UsageError, match="not wrapped"):
+    with pytest.raises(errors.UsageError, match="not wrapped"):
         planner.plan_of(model)
     model(data()).backward()
 
@@ -113,10 +106,10 @@ def test_wrapping_again_replaces_the_plan() -> None:
 
 
 def test_a_plan_of_something_else_is_refused(planned: planner.Plan) -> None:
-    with pytest.raises(PlanMismatchError, match="made for something else"):
+    with pytest.raises(errors.PlanMismatchError, match="made for something else"):
         planner.auto_wrap(Model(), data(256), budget=planned)
     deeper = planner.auto_wrap(Model(depth=3), budget=planned)
-    with pytest.raises(PlanMismatchError, match="made for something else"):
+    with pytest.raises(errors.PlanMismatchError, match="made for something else"):
         deeper(data())
     planner.auto_wrap(deeper, data(), **grouped(plan=planned, replan=True, time_limit_seconds=1.0))
     deeper(data()).backward()
@@ -124,7 +117,7 @@ def test_a_plan_of_something_else_is_refused(planned: planner.Plan) -> None:
 
 @pytest.mark.parametrize("budget", ["0", -5, "many", "5 parsecs", 0, "0%", "-1GiB", None, True, float("nan")])
 def test_bad_budgets(budget: object) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(errors.UsageError):
         planner.plan(Model(), data(), budget=budget)
 
 
@@ -133,38 +126,38 @@ TWO = planner.Budget("1GiB", activations="1GiB")
 
 @pytest.mark.parametrize(("budget", "says"), [("many", "size"), (0.6, "size"), (TWO, "give one budget")])
 def test_bad_budgets_are_refused_before_training(budget: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(errors.UsageError, match=says):
         planner.auto_wrap(Model(), budget=budget)
 
 
 def test_a_budget_below_the_floor_names_the_smallest_that_does() -> None:
     model = Model()
-    with pytest.raises(InfeasibleBudgetError, match=r"the smallest .*feasible.* is") as caught:
+    with pytest.raises(errors.InfeasibleBudgetError, match=r"the smallest .*feasible.* is") as caught:
         planner.plan(model, data(), budget="1MB", search=planner.Search(time_limit_seconds=1.0))
     enough = caught.value.minimum_feasible_peak_bytes
     assert planner.plan(model, data(), budget=enough, search=planner.Search(time_limit_seconds=1)).peak_bytes <= enough
     planner.auto_wrap(model, budget="1MB", search=planner.Search(time_limit_seconds=1.0))
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(errors.InfeasibleBudgetError):
         model(data())
 
 
 @pytest.mark.parametrize("inputs", [None, 3, "text", (), {}, {"x": 1}, [None]])
 def test_bad_example_inputs(inputs: object) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(errors.UsageError):
         planner.plan(Model(), inputs, budget="60%")
 
 
 def test_a_lazy_module_is_called_once_before_it_is_planned() -> None:
     model = nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU())
     for refused in (lambda: planner.plan(model, data(), budget="60%"), lambda: planner.auto_wrap(model, budget="60%")):
-        with pytest.raises(UsageError, match=r"'0\.weight' has no size yet.*call the model once"):
+        with pytest.raises(errors.UsageError, match=r"'0\.weight' has no size yet.*call the model once"):
             refused()
     model(data())
     assert planner.plan(model, data(), budget="100%").peak_bytes > 0
 
 
 def test_inputs_on_another_device() -> None:
-    with pytest.raises(UsageError, match="meta"):
+    with pytest.raises(errors.UsageError, match="meta"):
         planner.plan(Model(), data().to("meta"), budget="60%")
 
 
@@ -172,35 +165,35 @@ def test_inputs_on_another_device() -> None:
 def test_types_that_kernels_refuse_are_refused_as_in_eager(runtime: str) -> None:
     """Fake tensors let them pass, and so the plan was made, and failed inside."""
     x = torch.randn(8, WIDTH, dtype=torch.float64)
-    with pytest.raises(CaptureError, match=r"(must have the same|mixed) dtype.*models\.py:\d+"):
+    with pytest.raises(errors.CaptureError, match=r"(must have the same|mixed) dtype.*models\.py:\d+"):
         planner.plan(Model(), x, budget="80%", runtime=runtime)
     wrapped = planner.auto_wrap(Model(), budget="80%", runtime=runtime)
     with pytest.raises(RuntimeError, match="mixed dtype") as raised:  # eager's own: its norms refuse them first
         wrapped(x)
-    assert not isinstance(raised.value, PlannerError)
+    assert not isinstance(raised.value, errors.PlannerError)
 
 
 def test_a_forward_that_fails() -> None:
-    with pytest.raises(CaptureError, match=r"forward of Model fails.*models\.py:\d+"):
+    with pytest.raises(errors.CaptureError, match=r"forward of Model fails.*models\.py:\d+"):
         planner.plan(Model(), torch.randn(8, WIDTH + 1), budget="60%")
 
     class Raises(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyError("no such thing")
 
-    with pytest.raises(CaptureError, match=r"fails as Dynamo follows it: KeyError.*test_api\.py:\d+"):
+    with pytest.raises(errors.CaptureError, match=r"fails as Dynamo follows it: KeyError.*test_api\.py:\d+"):
         planner.plan(Raises(), data(), budget="60%", runtime="graph")
 
 
 def test_everything_frozen() -> None:
-    with pytest.raises(CaptureError, match="needs no backward"):
+    with pytest.raises(errors.CaptureError, match="needs no backward"):
         planner.plan(Model().requires_grad_(False), data(), budget="60%")
 
 
 def test_not_a_model() -> None:
-    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
+    with pytest.raises(errors.UsageError, match=r"torch\.nn\.Module"):
         planner.plan(lambda x: x, data(), budget="60%")
-    with pytest.raises(UsageError):
+    with pytest.raises(errors.UsageError):
         planner.auto_wrap(3, budget="60%")
 
 
@@ -212,7 +205,7 @@ class WritesInto(OneLinear):
 
 def test_views_of_each_other_that_a_forward_writes_into_are_refused_with_the_way_out() -> None:
     x = torch.randn(16, 8)
-    with pytest.raises(UnsupportedModelError, match="inputs that share memory: pass copies"):
+    with pytest.raises(errors.UnsupportedModelError, match="inputs that share memory: pass copies"):
         planner.plan(WritesInto(8), (x, x.view(-1)), budget="100%", runtime="graph")
     assert planner.plan(WritesInto(8), (x, x.clone()), budget="100%", runtime="graph").runtime == "graph"
 
@@ -231,7 +224,7 @@ def test_views_of_each_other_that_a_forward_writes_into_are_refused_with_the_way
     ],
 )
 def test_what_is_unknown_or_of_another_kind_is_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(errors.UsageError, match=says):
         planner.auto_wrap(Model(), data(), **grouped(budget="90%", **wrong))
 
 

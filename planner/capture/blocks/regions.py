@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.capture import torch_internals as internals
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.fake_internals import mode_of
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -31,17 +32,6 @@ from planner.capture.planned_call import forwards, parts_as_written
 from planner.capture.state_restore import RandomStates, put_back, written_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.target_device import TargetDevice, calls_of
-from planner.capture.torch_internals import (
-    CHECKPOINT,
-    Compiler,
-    FakeTensor,
-    aot_backend,
-    autocast_dtype,
-    call_implementation,
-    next_number,
-    number_at_work,
-    other_state,
-)
 from planner.capture.trees import leaves_of, mapped, tensors_in
 from planner.common.options import HELD
 from planner.errors import CaptureError, UnsupportedModelError
@@ -147,7 +137,7 @@ class Recorder(StepRecorder[Passage]):
         """Record a call, and the call whose derivative it belongs to."""
         run = super().note(function, args, kwargs, result)
         self.checkpoints |= _is_checkpointed()
-        if run is not None and (number := number_at_work()) is not None:
+        if run is not None and (number := internals.number_at_work()) is not None:
             turn = bisect_right(self._turns, number)
             run.derivative_of = self._at_work[turn - 1] if turn else ""
         return run
@@ -175,12 +165,12 @@ class Recorder(StepRecorder[Passage]):
             self._turn()
 
     def _turn(self) -> None:
-        self._turns.append(next_number())
+        self._turns.append(internals.next_number())
         self._at_work.append(self.module)
 
 
 def _is_checkpointed() -> bool:
-    return any(frame.f_code is CHECKPOINT for frame, _ in walk_stack(None))
+    return any(frame.f_code is internals.CHECKPOINT for frame, _ in walk_stack(None))
 
 
 class Step:
@@ -216,12 +206,14 @@ class Step:
         found = {path: self.model.get_submodule(path) for path in find_blocks(forward, kinds_of(self.model))}
         return {path: block for path, block in found.items() if any(True for _ in block.parameters())}
 
-    def capture_blocks(self, lower: Lower, compiler: Compiler = aot_backend) -> tuple[dict[str, Block], dict[str, str]]:
+    def capture_blocks(
+        self, lower: Lower, compiler: internals.Compiler = internals.aot_backend
+    ) -> tuple[dict[str, Block], dict[str, str]]:
         """Capture every block that can be captured; return the reasons for the others, by their paths."""
         return self._capture(self._seen(self.find_blocks()), lower, compiler)
 
     def _capture(
-        self, seen: Mapping[str, Sequence[SeenCall]], lower: Lower, compiler: Compiler = aot_backend
+        self, seen: Mapping[str, Sequence[SeenCall]], lower: Lower, compiler: internals.Compiler = internals.aot_backend
     ) -> tuple[dict[str, Block], dict[str, str]]:
         """Capture modules in their order, but for what is inside one that was."""
         blocks: dict[str, Block] = {}
@@ -243,7 +235,7 @@ class Step:
         if call.has_settings:
             raise UnsupportedModelError("it is called under settings of its own (autocast, no_grad)")
         own = self.state_of(path)
-        with other_state(call.module, own):
+        with internals.other_state(call.module, own):
             joint = captures.of(call.module, call.inputs, call.module.forward)
         return _block(path, joint, own, call.inputs, call.outputs, lower)
 
@@ -252,10 +244,10 @@ class Step:
         state = state_of(self.model.get_submodule(path))
         return {name: self._fakes[id(tensor)] for name, tensor in state.items()}
 
-    def compiled(self, block: Block, partition: Partition, compiler: Compiler) -> Any:
+    def compiled(self, block: Block, partition: Partition, compiler: internals.Compiler) -> Any:
         """Compile a block until :class:`Stopped` is raised, and return its argument."""
         module = self.model.get_submodule(block.path)
-        with other_state(module, self.state_of(block.path)):
+        with internals.other_state(module, self.state_of(block.path)):
             return until_stopped(
                 module, block.inputs, partition, implementation=module.forward, compiler=compiler, **AS_BLOCK
             )
@@ -319,7 +311,7 @@ class Step:
         return Recorder(self.mode, sums, self.known, {module: name for name, module in self.model.named_modules()})
 
     def _forward(self) -> Any:
-        return call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
+        return internals.call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
 
     def _follow(self, recorder: Recorder, loss: LossMemory | None, outputs: str) -> None:
         tensors = tensors_in(self._forward())
@@ -397,12 +389,12 @@ class Step:
 
     @contextmanager
     def _without_data(self) -> Iterator[None]:
-        in_their_place = other_state(self.model, self.state)
+        in_their_place = internals.other_state(self.model, self.state)
         with as_with_data(self.masking), calls_of(self.elsewhere), self.mode, in_their_place:
             yield
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, internals.FakeTensor):
             return tensor
         with self.mode:
             return of_its_kind(tensor)
@@ -444,7 +436,7 @@ def _is_single(module: nn.Module) -> bool:
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
     """Return what a forward may switch around a call of a module."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_dtype(device.type)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), internals.autocast_dtype(device.type)
 
 
 class _StandIn:
