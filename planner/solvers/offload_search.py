@@ -47,7 +47,7 @@ _SECONDS_PER_RUN = 1e-4
 _LINK_SHARES = (0.85, 0.6, 0.35)
 """Of the link's rate, for choices of fewer values."""
 
-_FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
+_FIRST_SHARE, _TRIAL_SHARE = 0.6, 0.25
 """Share of the time that is left for a plan without offload, and then for the most promising choice of values, and for
 another choice."""
 
@@ -125,18 +125,16 @@ class _OffloadSearch:
             pass
 
     def start_from(self, known: Schedule) -> None:
-        """Plan around what a schedule offloads, by counted work: little time may be left.
+        """Plan around what a schedule offloads that may break the budget.
 
-        First more of it is recomputed, until it fits; then with room for transfers to hide.
+        First more is recomputed until it fits, which takes little time and counts work: there may be none left.
         """
         near = frozenset(offload.value for offload in known.offloads)
         asked, clock = OffloadReduction(self.problem, near), Clock(self.clock.limit_seconds, counts_work=True)
         order, _ = lower_peak(asked.problem, asked.order_of(steps_of(self.problem, known)), clock)
         self.offer(widened(self.problem, asked.invert(Schedule(tuple(order)))))
-        timed, self.effort = self.effort, replace(self.effort, deterministic=True)
         for free_bytes in (self.free(near), 0):
             self.attempt(near, free_bytes, _FIRST_SHARE)
-        self.effort = timed
 
     def is_over(self) -> bool:
         return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
