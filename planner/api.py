@@ -251,7 +251,7 @@ def auto_wrap(
     name = choose(model) if options.runtime.name == "auto" else options.runtime.name
     plans_blocks = name != "modules" and runtimes.get(name).runs_sharded
     around = Observable(
-        model,
+        lambda: model,
         target=options.target.device,
         is_alone=not (facts.has_several_ranks() or facts.is_sharded(model)),
         plan_together=facts.has_several_ranks() and (plans_blocks or bool(who_agrees(model, options))),

@@ -58,7 +58,7 @@ _ORDER = (DROPPED, HELD, KEPT)
 class Observable:
     """What is observed of: a model, and whether one process trains all of it."""
 
-    model: nn.Module
+    model: Callable[[], nn.Module]
     target: str | None
     """The device that is planned for, by name, if it is not the model's."""
     is_alone: bool
@@ -76,11 +76,11 @@ class Observable:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return type(self.model).__name__
+        return type(self.model()).__name__
 
     def device(self) -> torch.device:
         """Return where the model is now: it may have moved since it was wrapped."""
-        return of_model(self.model)
+        return of_model(self.model())
 
     def spec(self) -> DeviceSpec:
         """Describe the device that is planned for."""
@@ -88,11 +88,11 @@ class Observable:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once."""
-        return [*self.model.parameters()]
+        return [*self.model().parameters()]
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Return all that the model has."""
-        return state_of(self.model).values()
+        return state_of(self.model()).values()
 
     def optimizer(self) -> OptimizerMemory | None:
         """Return what the optimizers that exist need."""
@@ -502,11 +502,11 @@ class ObservedCalls:
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients that are there."""
         if self.plan is not self._trained[0]:
-            named = [(module, module.named_parameters(recurse=False)) for module in self.around.model.modules()]
+            named = [(module, module.named_parameters(recurse=False)) for module in self.around.model().modules()]
             places = {id(p): (weakref.ref(module), name) for module, own in named for name, p in own}
             self._trained = self.plan, [*places.values()]
         modules = ((module, name) for reference, name in self._trained[1] if (module := reference()) is not None)
-        parameters = (module._parameters.get(name) for module, name in modules)  # load_state_dict may assign others
+        parameters = (getattr(module, name, None) for module, name in modules)  # load_state_dict may assign others
         # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
         return [p.grad for p in parameters if p is not None and p.is_leaf and p.grad is not None]
 

@@ -17,7 +17,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from planner.capture import inductor_internals as inductor
+from planner.capture.inductor_internals import (
+    Draft,
+    OtherCodeError,
+    compile_with_inductor,
+    draft_with_inductor,
+    missing_compiler,
+)
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
@@ -45,9 +51,9 @@ class InductorRuntime(GraphRuntime):
         self.step: PlannedStep | None = None
         """The last planned step."""
         self._fits = False
-        self._ahead: list[inductor.Draft] = []
+        self._ahead: list[Draft] = []
         """What was drafted for a call ahead of it."""
-        self._search = CodeSearch[list[inductor.Draft]]()
+        self._search = CodeSearch[list[Draft]]()
         self._instead: GraphRuntime | None = None
         """Runs all calls once Inductor wrote other code than it had drafted."""
 
@@ -56,7 +62,7 @@ class InductorRuntime(GraphRuntime):
         if self._instead is None:
             try:
                 return super().run(args, kwargs)
-            except inductor.OtherCodeError as error:
+            except OtherCodeError as error:
                 warnings.warn(f"{error}: {type(self.model).__name__} runs under the runtime 'graph'", stacklevel=5)
             options = replace(self.options, runtime=replace(self.options.runtime, name="graph"))
             self._instead = GraphRuntime(self.model, options, prepare=self.prepare)
@@ -95,7 +101,7 @@ class InductorRuntime(GraphRuntime):
         if self._fits and self.step is not None:
             lowered = lower_step(self.model, joint, self.options).lowered
             if _reads(lowered) != _reads(self.step.lowered):
-                raise inductor.OtherCodeError("what is compiled is not the graph that was drafted")
+                raise OtherCodeError("what is compiled is not the graph that was drafted")
             return extract_fwd_bwd(lowered, self.step.schedule)
         return super().partition(joint)
 
@@ -103,33 +109,33 @@ class InductorRuntime(GraphRuntime):
         drafts, self._ahead = self._ahead, []
         if drafts and (step := self.step) is not None:
             self._fits = True
-            with suppress(inductor.OtherCodeError):  # the first call may be another
-                run = inductor.compile_with_inductor(partition, graph_module, example_inputs, drafts)
+            with suppress(OtherCodeError):  # the first call may be another
+                run = compile_with_inductor(partition, graph_module, example_inputs, drafts)
                 self._fits = False
                 self._remember(step, step.lowered.joint)
                 return run
         drafts = self._draft_that_fits(partition, graph_module, example_inputs)
         try:
-            return inductor.compile_with_inductor(partition, graph_module, example_inputs, drafts)
+            return compile_with_inductor(partition, graph_module, example_inputs, drafts)
         finally:
             self._fits = False
 
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
-    ) -> list[inductor.Draft]:
+    ) -> list[Draft]:
         """Plan and draft until the code keeps the budget and uses most of it."""
         must_match = self.must_match  # planning confirms it
         self.step, self._fits = None, False
         search = self._search = CodeSearch(self.options.search.tell, must_match=must_match)
 
-        def is_enough(drafts: list[inductor.Draft]) -> bool:
+        def is_enough(drafts: list[Draft]) -> bool:
             step, effort = self.step, effort_for(is_fake=is_fake(self.model))
             assert step is not None
             code = with_code(step.lowered, (), drafts, step.single_costs, effort).graph
             return search.is_enough(Attempt.of(step, drafts, code, [FREE] * len(code.operations)))
 
         with suppress(DraftedBeforeError):
-            drafts = inductor.draft_with_inductor(partition, graph_module, example_inputs, is_enough)
+            drafts = draft_with_inductor(partition, graph_module, example_inputs, is_enough)
             if self.step is None:
                 return drafts  # nothing requires gradients: there is no backward to plan
         found = search.found()
@@ -174,7 +180,7 @@ class _Inductor(Compiles):
 
 def check_can_compile(model: nn.Module, options: Options) -> None:
     """Raise RuntimeUnsupportedError if there is no compiler, or the plan is for a device that is not here."""
-    if missing := inductor.missing_compiler(of_model(model)):
+    if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(f"runtime {options.runtime.name!r} needs {missing}: install it, or use another")
     if elsewhere_for(model, options) is not None:
         raise RuntimeUnsupportedError(

@@ -1,8 +1,8 @@
 """Fetch or keep what a schedule recomputes: one rerun after the other, as long as that costs less and fits.
 
 Solvers that choose first what to offload, and then what to recompute around it, do not see which bytes are free at
-which moment for values under way. Near the smallest budget that decides: a ResNet-50 at 1.1 of it got a plan of 24.6%
-where recompute alone has one of 24.6, and from that one this search comes to 21.9.
+which moment for values under way. Near the smallest budget that decides: a ResNet-50 at 1.1 of it cost 33% of the step
+with offload where recompute alone costs 24.7%; this search, from the latter on, comes to 21.8%.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def exchanged(
 ) -> Schedule:
     """Return a schedule in which values are kept or fetched in place of reruns, until no more of that helps.
 
-    Each step keeps the budgets and ``fits``. First come reruns that take long for the bytes that they make, last
-    fetches. What was refused is tried again after all others, since what has changed meanwhile may have made room. One
-    try takes O(runs + positions in the windows of all transfers).
+    Each change keeps the budgets and ``fits``. Reruns that take long for the bytes that they make come first, fetches
+    last. What was refused is tried again after all others, since what has changed meanwhile may have made room. One try
+    takes O(runs + positions in the windows of all transfers).
     """
     host = problem.host
     assert host is not None

@@ -51,11 +51,7 @@ def test_what_means_nothing_here_is_refused(runtime: str, options: dict[str, Any
 
 def test_a_choice_of_modules_has_no_other_solver() -> None:
     step = studied("modules")
-    for options in (
-        {"budget": "90%"},
-        {"budget": "90%", "offload": True},
-        {"budget": planner.Budget(strategy="every-2")},
-    ):
+    for how in ({"budget": "90%"}, {"budget": "90%", "offload": True}, {"budget": planner.Budget(strategy="every-2")}):
         with pytest.raises(UsageError, match="'chain-dp' decides on a whole graph"):
-            step.plan(search="chain-dp", **options)
+            step.plan(search="chain-dp", **how)
     assert step.plan(budget="90%", search="auto").recomputations
