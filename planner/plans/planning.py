@@ -182,13 +182,14 @@ def _in_blocks(
 
     def solve(asked: Problem) -> Solution:
         nonlocal known
-        limits, own_clock = again, clock
-        if asked is problem:
-            limits, least_seconds = first, _SHARES[1] * search.time_limit_seconds
-            own_clock = Clock(max(least_seconds, clock.left(_SHARES[2])))
+        limits = first if asked is problem else again
         if asked.host is None or asked.decisions.moves:
             known = _recomputed(asked, limits, clock, known)
-        elif known is None:
+            return known
+        # The first has its share even where recompute alone took more than that.
+        least_seconds = _SHARES[1] * search.time_limit_seconds
+        own_clock = Clock(max(least_seconds, clock.left(_SHARES[2]))) if asked is problem else clock
+        if known is None:
             known = _solved(asked, limits, own_clock)
         else:
             posed, schedule = in_own_order(asked, known.schedule)

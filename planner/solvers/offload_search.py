@@ -22,11 +22,11 @@ from planner.ir.host import Host
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.exchange import exchanged, steps_of
+from planner.solving.exchange import exchanged
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, minimise
 from planner.solving.offload_bound import OffloadCut, build
-from planner.solving.offload_reduction import OffloadReduction
+from planner.solving.offload_reduction import OffloadReduction, steps_of
 from planner.solving.peak_bounds import lowest_schedule, proven_lowest
 from planner.solving.repair import lower_peak
 from planner.solving.transfer_windows import widened
@@ -131,7 +131,7 @@ class _OffloadSearch:
         """
         near = frozenset(offload.value for offload in known.offloads)
         asked, clock = OffloadReduction(self.problem, near), Clock(self.clock.limit_seconds, counts_work=True)
-        order, _ = lower_peak(asked.problem, asked.order_of(steps_of(self.problem, known)), clock)
+        order, _ = lower_peak(asked.problem, asked.order_from(steps_of(self.problem.graph, known)), clock)
         self.offer(widened(self.problem, asked.invert(Schedule(tuple(order)))))
         for free_bytes in (self.free(near), 0):
             self.attempt(near, free_bytes, _FIRST_SHARE)

@@ -7,7 +7,6 @@ with offload where recompute alone costs 24.7%; this search, from the latter on,
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 
@@ -15,7 +14,7 @@ from planner.common.limits import Clock
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
-from planner.solving.offload_reduction import schedule_with_fetches
+from planner.solving.offload_reduction import schedule_with_fetches, steps_of
 from planner.solving.repair import without_useless
 from planner.solving.transfer_windows import widened
 
@@ -43,7 +42,7 @@ def exchanged(
 
     best, refused, has_changed = problem.evaluate(schedule), set[_Key](), False
     while clock.left() > 0:
-        steps = steps_of(problem, schedule)
+        steps = steps_of(problem.graph, schedule)
         for key, trial in _trials(problem, steps, refused):
             clock.work(_SECONDS_PER_STEP * len(steps))
             tried = schedule_with_fetches(problem.graph, without_useless(problem, trial))
@@ -62,20 +61,6 @@ def exchanged(
                 break
             refused, has_changed = set(), False
     return schedule
-
-
-def steps_of(problem: Problem, schedule: Schedule) -> list[int]:
-    """Return runs and, right before what reads them, fetches, each of which is -1 less the value."""
-    reads: dict[int, list[int]] = {offload.value: [] for offload in schedule.offloads}
-    for place, index in enumerate(schedule.order):
-        for u in reads.keys() & set(problem.graph.operations[index].inputs):
-            reads[u].append(place)
-    fetched: dict[int, list[int]] = {}
-    for offload in schedule.offloads:
-        read = reads[offload.value]
-        for back in offload.returns:
-            fetched.setdefault(read[bisect_left(read, back)], []).append(-1 - offload.value)
-    return [step for place, index in enumerate(schedule.order) for step in (*fetched.get(place, ()), index)]
 
 
 def _trials(problem: Problem, steps: Sequence[int], refused: Container[_Key]) -> Iterator[tuple[_Key, list[int]]]:

@@ -7,6 +7,7 @@ a solver then runs again of these operations are offloads, what else it runs aga
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,7 @@ class OffloadReduction(Reduction):
                 self.add_fetch(u, ticket, u, seconds, phase=operation.phase, region=operation.region)
         self.problem = self.posed(problem.budget_bytes - free_bytes)
 
-    def order_of(self, steps: Iterable[int]) -> list[int]:
+    def order_from(self, steps: Iterable[int]) -> list[int]:
         """Translate runs and fetches, each of which is -1 less the value, into an order of the reduced problem.
 
         What is chosen and made again is taken as kept.
@@ -160,3 +161,17 @@ def schedule_with_fetches(graph: TrainingGraph, steps: Sequence[int]) -> Schedul
             last_use[u] = len(order)
         order.append(step)
     return Schedule(tuple(order), tuple(Offload(u, leaves[u], tuple(returns[u])) for u in sorted(returns)))
+
+
+def steps_of(graph: TrainingGraph, schedule: Schedule) -> list[int]:
+    """Return the runs and fetches of a schedule, as :func:`schedule_with_fetches` takes them."""
+    reads: dict[int, list[int]] = {offload.value: [] for offload in schedule.offloads}
+    for place, index in enumerate(schedule.order):
+        for u in reads.keys() & set(graph.operations[index].inputs):
+            reads[u].append(place)
+    fetched: dict[int, list[int]] = {}
+    for offload in schedule.offloads:
+        read = reads[offload.value]
+        for back in offload.returns:
+            fetched.setdefault(read[bisect_left(read, back)], []).append(-1 - offload.value)
+    return [step for place, index in enumerate(schedule.order) for step in (*fetched.get(place, ()), index)]

@@ -30,10 +30,10 @@ from planner.report import render
 from planner.rewrite import host_copies
 from planner.solvers.auto import AutoSolver
 from planner.solvers.offload_search import lowest_offloading
-from planner.solving.exchange import exchanged, steps_of
+from planner.solving.exchange import exchanged
 from planner.solving.milp import minimise
 from planner.solving.offload_bound import build
-from planner.solving.offload_reduction import OffloadReduction
+from planner.solving.offload_reduction import OffloadReduction, steps_of
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import by_reads, transformer
@@ -133,7 +133,7 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float,
     except errors.InfeasibleBudgetError:
         return
     tight = asked.invert(found.schedule)
-    assert asked.invert(Schedule(tuple(asked.order_of(steps_of(problem, tight))))) == tight
+    assert asked.invert(Schedule(tuple(asked.order_from(steps_of(problem.graph, tight))))) == tight
     wide = widened(problem, tight)
     less = exchanged(problem, wide, Clock(10.0, counts_work=True), lambda tried: len(tried.order) % 3 > 0)
     before, after, last = map(problem.evaluate, (tight, wide, less))
