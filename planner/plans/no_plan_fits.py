@@ -11,14 +11,13 @@ from planner.ir.problem import Problem
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import OPTIMIZER_STEP, whole_peak_bytes
 from planner.plans.liveness import locate_operation
-from planner.plans.ordering import in_orders_tried, lowest_plan_known
+from planner.plans.ordering import lowest_plan_known, proven_in_orders_tried
 from planner.plans.plan import SCHEMA, NoPlanFitsError, PlanOrigin
 from planner.plans.policy_reduction import decided_operations
 from planner.solvers.auto import AutoSolver
 from planner.solvers.offload_search import first_within, lowest_offloading, ranked
 from planner.solving import lowest_known
 from planner.solving.modules.ilp import lowest_choice
-from planner.solving.peak_bounds import proven_lowest
 
 
 def too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
@@ -50,7 +49,7 @@ def no_plan_fits(
 ) -> NoPlanFitsError:
     """Return the error with a feasible budget of the whole device, what limits it, and whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
+    proven_bytes = proven_in_orders_tried(problem)
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))

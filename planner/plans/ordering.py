@@ -66,6 +66,13 @@ def in_orders_tried(problem: Problem) -> tuple[Problem, ...]:
     return (problem,) if order is None else (problem, reordered(problem, order))
 
 
+def proven_in_orders_tried(problem: Problem) -> int:
+    """Return a lower bound on the peak of every plan that ``auto`` looks for; it may take seconds."""
+    if problem.decisions.moves:
+        return proven_lowest(PolicyReduction(problem).problem)
+    return min(map(proven_lowest, in_orders_tried(problem)))
+
+
 def _promising(problem: Problem) -> Order | None:
     return None if problem.host is not None or problem.regions is not None else promising_order(problem)
 
@@ -139,7 +146,7 @@ def _smallest(
     """
     own_bytes = whole_peak_bytes(problem, schedule, static_memory)
     if problem.decisions.moves:  # a lower schedule need not follow the policy
-        return own_bytes, proven_lowest(PolicyReduction(problem).problem) + problem.graph.total_static_bytes
+        return own_bytes, proven_in_orders_tried(problem) + problem.graph.total_static_bytes
     if problem.regions is not None:
         lowest = lowest_choice(problem, limits.clock())
         return min(own_bytes, whole_peak_bytes(problem, lowest, static_memory)), 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from planner.plans.no_plan_fits import no_plan_fits, too_little
 from planner.plans.ordering import lowest_plan_known, solved_in_best_order
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.policy_reduction import solved_by_policy
-from planner.solvers import solved
+from planner.solvers import solved, with_known_minimum
 from planner.solvers.auto import AutoSolver
 from planner.solvers.search import SOLVER as annealing
 from planner.solvers.search import is_compiled
@@ -108,12 +108,7 @@ def make_plan(
             raise too_little(problem, search, "what is resident alone")
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise too_little(problem, search, "the optimizer's step", after_bytes)
-        try:
-            solution = _found(problem, search, static_memory)
-        except InfeasibleBudgetError as error:
-            if error.is_proven or not _goes_lower(problem, search, error):
-                raise
-            solution = _found(problem, search, static_memory)
+        solution = _or_from_below(problem, search, partial(_found, problem, search, static_memory))
     except InfeasibleBudgetError as error:
         raise no_plan_fits(problem, error, search, origin, static_memory) from error
     missing = annealing.missing(search) if problem.regions is None and problem.host is None else ""
@@ -138,12 +133,13 @@ def _found(problem: Problem, search: Search, static_memory: StaticMemory) -> Sol
     shorter, rest = (replace(search, time_limit_seconds=share * search.time_limit_seconds) for share in shares)
     worth_seconds = host.least_gain * problem.baseline.seconds
 
-    def without(first: Search, clock: Clock) -> Solution | None:
+    def without(first: Search) -> Solution | None:
+        asked = replace(problem, host=None)
         with suppress(InfeasibleBudgetError):
-            return _in_blocks(replace(problem, host=None), search, first, static_memory, clock)
+            return _or_from_below(asked, first, lambda: _in_blocks(asked, search, first, static_memory, first.clock()))
         return None
 
-    alone = without(shorter, shorter.clock())
+    alone = without(shorter)
     if alone is not None and alone.added_seconds <= worth_seconds:
         return alone
     try:
@@ -159,7 +155,7 @@ def _found(problem: Problem, search: Search, static_memory: StaticMemory) -> Sol
     if alone is None:
         return found
     if alone.lower_bound_seconds - found.added_seconds <= worth_seconds:  # with more time it may cost less
-        alone = cheaper(alone, without(search, search.clock()) or alone)
+        alone = cheaper(alone, without(search) or alone)
     if alone.added_seconds - found.added_seconds <= worth_seconds:
         return alone if host.least_gain else bounded_by(found, alone)
     return replace(found, captured_seconds=alone.captured_seconds, alone_seconds=alone.added_seconds)
@@ -184,7 +180,7 @@ def _in_blocks(
         nonlocal known
         limits = first if asked is problem else again
         if asked.host is None or asked.decisions.moves:
-            known = _recomputed(asked, limits, clock, known)
+            known = _recomputed(asked, limits, clock, known, first)
             return known
         # The first has its share even where recompute alone took more than that.
         least_seconds = _SHARES[1] * search.time_limit_seconds
@@ -206,8 +202,11 @@ def _in_blocks(
     )
 
 
-def _recomputed(problem: Problem, search: Search, clock: Clock, known: Solution | None) -> Solution:
-    """Solve a problem without the host's memory, or recompute more than a known solution, if that is cheaper."""
+def _recomputed(problem: Problem, search: Search, clock: Clock, known: Solution | None, longer: Search) -> Solution:
+    """Solve a problem without the host's memory, or recompute more than a known solution, if that is cheaper.
+
+    Where neither is found beside a known solution, it is solved under the limits ``longer``, from the lowest peak up.
+    """
     lowered = None
     if known is not None and problem.regions is None and not problem.decisions.moves:
         (posed, schedule), repair_clock = in_own_order(problem, known.schedule), search.clock()
@@ -219,11 +218,23 @@ def _recomputed(problem: Problem, search: Search, clock: Clock, known: Solution 
             lowered = Solution.simulated(evaluation, schedule, known.solver)
     try:
         found = solved_in_best_order(problem, search, partial(_solved, clock=clock))
-    except InfeasibleBudgetError:
-        if lowered is None:
+    except InfeasibleBudgetError as error:
+        if lowered is not None:
+            return lowered
+        if known is None or not _goes_lower(problem, search, error):
             raise
-        return lowered
+        return solved_in_best_order(problem, longer, partial(_solved, clock=longer.clock()))
     return found if lowered is None else cheaper(found, lowered)
+
+
+def _or_from_below(problem: Problem, search: Search, solve: Callable[[], Solution]) -> Solution:
+    """Solve; if that fails, solve once more where the lowest peak that a search finds keeps the budget."""
+    try:
+        return solve()
+    except InfeasibleBudgetError as error:
+        if error.is_proven or not _goes_lower(problem, search, error):
+            raise
+    return solve()
 
 
 def _goes_lower(problem: Problem, search: Search, error: InfeasibleBudgetError) -> bool:
@@ -286,12 +297,13 @@ def _searched(problem: Problem, search: Search, known: Schedule | None) -> Solut
     solver = AutoSolver(known) if search.solver == AutoSolver.name else search.solver
     try:
         return solved(problem, solver, effort=search, progress=search.progress)
-    except InfeasibleBudgetError as error:
+    except InfeasibleBudgetError as failure:
+        error = failure if search.solver == AutoSolver.name else with_known_minimum(problem, failure)
         if search.deterministic or not lowest_known.applies_to(problem):
-            raise
+            raise error from None
         lowest = known if error.lowest is None else lowest_known.lower(problem, error.lowest)
         if lowest is None:
-            raise
+            raise error from None
         incumbent = Incumbent(problem)
         incumbent.raise_bound(error.lower_bound_seconds)
         incumbent.see(lowest)

@@ -24,19 +24,7 @@ from planner.errors import UsageError
 from planner.findings.finding import Finding
 from planner.ir.static_memory import FINDS, SHARDS
 from planner.plans.plan import Plan
-from planner.runtimes import ReplannedModel, _calls
-from planner.runtimes._units import (
-    BLOCK_BYTES,
-    SHARDING,
-    PlannedUnit,
-    PlannedUnits,
-    Step,
-    blocks_of,
-    how_it_trains,
-    installed,
-    lower_around,
-    lowering,
-)
+from planner.runtimes import ReplannedModel, _calls, _units
 from planner.session.fingerprint import are_no_larger, described
 from planner.session.rank_consensus import plan_together
 from planner.session.step import LoweredStep, Options, elsewhere_for
@@ -48,17 +36,17 @@ class RegionalRuntime(_calls.CallsInSituations):
     def __init__(self, model: nn.Module, options: Options, runtime: Regional, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._runtime = runtime
-        self._blocks: dict[Any, PlannedUnits] = {}
+        self._blocks: dict[Any, _units.PlannedUnits] = {}
         """Keyed by situation and decisions: plans may differ in how gradients accumulate alone."""
 
     def decide(self, inputs: Inputs) -> _calls.Decided:
         """Plan the blocks."""
         plan = self._plan(inputs)
-        asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", BLOCK_BYTES))
+        asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", _units.BLOCK_BYTES))
         key = (_calls.situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()), plan.offloading)
         if key not in self._blocks:
-            self._blocks[key] = PlannedUnits(self.model, plan, self._runtime.kind)
-        return plan, partial(installed, self.model, self._blocks[key].forwards)
+            self._blocks[key] = _units.PlannedUnits(self.model, plan, self._runtime.kind)
+        return plan, partial(_units.installed, self.model, self._blocks[key].forwards)
 
     def _plan(self, inputs: Inputs) -> Plan:
         """Plan a call, unless the plan in force serves it.
@@ -82,22 +70,23 @@ class RegionalRuntime(_calls.CallsInSituations):
             self.put_in_force(plan)
         self.is_confirmed = True
         if unknown := self._unknown_to(plan):
-            said = (unknown.get(SHARDING) or unknown.get(FINDS) or "the model is sharded by default").partition(";")[0]
+            said = unknown.get(_units.SHARDING) or unknown.get(FINDS) or "the model is sharded by default"
+            said = said.partition(";")[0]
             warnings.warn(f"{said}, and the given plan does not count on that: {_calls.MAY_BE_ABOVE}", stacklevel=7)
-        _calls.check_sharding(self.model, blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
+        _calls.check_sharding(self.model, _units.blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
         return plan
 
     def _unknown_to(self, plan: Plan) -> dict[str, str]:
         """Return how the model trains now, if the plan was made for other training; else nothing."""
-        now = how_it_trains(self.model, blocks_of(plan), self.options_for_call())
+        now = _units.how_it_trains(self.model, _units.blocks_of(plan), self.options_for_call())
         is_known = all(plan.fingerprint.get(key, "") == said for key, said in now.items())
         return {} if is_known else now
 
 
-def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler: Compiler = aot_backend) -> Step:
+def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler: Compiler = aot_backend) -> _units.Step:
     """Record one step of a model on fake tensors, and lower it with its blocks."""
     followed = FollowedStep(model, inputs, elsewhere_for(model, options))
-    blocks, left = followed.capture_blocks(lowering(model, options), compiler)
+    blocks, left = followed.capture_blocks(_units.lowering(model, options), compiler)
     if not blocks:
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         fills_cache = left and any(facts.fills_cache for facts in module_facts(model))
@@ -106,7 +95,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler:
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
             f"step, with parameters) that could be planned one by one{why}; {without}use runtime='graph'"
         )
-    step = lower_around(followed, blocks, inputs, options)
+    step = _units.lower_around(followed, blocks, inputs, options)
     left |= {path: "its backward does not run" for path in blocks if path not in step.units}
     notes = tuple(
         Finding(
@@ -128,7 +117,7 @@ class Regional(_calls.RuntimeOfCalls):
     runs_sharded = True
     compiler: Compiler = staticmethod(aot_backend)
     """The compiler that blocks are captured for."""
-    kind: ClassVar[type[PlannedUnit]] = PlannedUnit
+    kind: ClassVar[type[_units.PlannedUnit]] = _units.PlannedUnit
     """The class that runs a block."""
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> ReplannedModel:
@@ -138,7 +127,7 @@ class Regional(_calls.RuntimeOfCalls):
     def plan(self, model: nn.Module, inputs: Inputs, options: Options, **known: Any) -> Plan:
         """Plan one step; see :meth:`planner.runtimes.RuntimePlugin.plan`."""
         begun = time.perf_counter()
-        captured: list[Step] = []
+        captured: list[_units.Step] = []
 
         def prepare() -> LoweredStep:
             options.search.tell("capturing each block")
@@ -152,7 +141,7 @@ class Regional(_calls.RuntimeOfCalls):
 
         return plan_together(model, prepare, options, planned)
 
-    def plan_units(self, model: nn.Module, step: Step, options: Options, **known: Any) -> Plan:
+    def plan_units(self, model: nn.Module, step: _units.Step, options: Options, **known: Any) -> Plan:
         """Plan a step that was recorded around its blocks."""
         return step.plan(model, options, **known)
 
