@@ -171,7 +171,7 @@ class RecomputeSearch:
                 return steps
             looks -= 1
             self.looks += 1
-            live_bytes = self.bytes_of(live)
+            live_bytes = self.bytes_of(live & stays) + self.bytes_of(live & ~stays)
             for operation in {self.producer[u] for u in members(live & ~stays)}:
                 if not self.graph.operations[operation].recomputable:
                     continue
@@ -191,7 +191,7 @@ class RecomputeSearch:
     def _last_made(self, live: int, held: int, room_bytes: int, *, deeply: bool) -> int:
         """Return a value of a set that can be computed last, beside the rest; -1 if there is none."""
         missing = live & ~held
-        free_bytes = room_bytes - self.bytes_of(live)
+        free_bytes = room_bytes - self.bytes_of(live & held) - self.bytes_of(missing)
         for u in sorted(members(missing), key=self.producer.__getitem__):
             made = self.can_be_made if deeply else self.can_be_made_alone
             if made(u, live & ~(1 << u), free_bytes + self.sizes[u]):
