@@ -13,17 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from planner.common.options import HELD, KEPT
 from planner.common.units import round_up
-from planner.ir.graph import (
-    FOUND_TARGET,
-    LOSS_KEY,
-    LOSS_NAME,
-    LOSS_TARGET,
-    RETURNED_TARGET,
-    Operation,
-    Phase,
-    TrainingGraph,
-    Value,
-)
+from planner.ir import graph
 from planner.ir.static_memory import LossMemory
 
 Node = TypeVar("Node")
@@ -42,7 +32,7 @@ class Keys:
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, str, str]] = Counter()
 
-    def next(self, module: str, target: str, phase: Phase) -> str:
+    def next(self, module: str, target: str, phase: graph.Phase) -> str:
         """Return the key of the next operation with this module, target and phase."""
         place = (module, target, phase[0])
         self._seen[place] += 1
@@ -76,9 +66,9 @@ class GraphBuilder(Generic[Node]):
     def __init__(self, context: StepContext) -> None:
         self.context = context
         self.keys = Keys()
-        self.phase = Phase.FORWARD
-        self.operations: list[Operation] = []
-        self.values: list[Value] = []
+        self.phase = graph.Phase.FORWARD
+        self.operations: list[graph.Operation] = []
+        self.values: list[graph.Value] = []
         self.made: set[int] = set()
         """Values that operations have made so far."""
         self.operation_nodes: list[Node | None] = []
@@ -100,10 +90,10 @@ class GraphBuilder(Generic[Node]):
         self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None
     ) -> int:
         """Add a value with its size rounded up, and return its index."""
-        value = Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained)
+        value = graph.Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained)
         return self._append_value(value, node)
 
-    def _append_value(self, value: Value, node: Node | None = None) -> int:
+    def _append_value(self, value: graph.Value, node: Node | None = None) -> int:
         self.values.append(value)
         self.value_nodes.append(node)
         return len(self.values) - 1
@@ -123,7 +113,7 @@ class GraphBuilder(Generic[Node]):
     ) -> int:
         """Add an operation in the current phase, and return its index."""
         return self.append(
-            Operation(
+            graph.Operation(
                 name=name,
                 key=key or self.keys.next(module, target, self.phase),
                 target=target,
@@ -137,7 +127,7 @@ class GraphBuilder(Generic[Node]):
             node,
         )
 
-    def append(self, operation: Operation, node: Node | None = None) -> int:
+    def append(self, operation: graph.Operation, node: Node | None = None) -> int:
         """Add an operation, and return its index."""
         self.operations.append(operation)
         self.made.update(operation.outputs)
@@ -148,28 +138,28 @@ class GraphBuilder(Generic[Node]):
         """Add the memory of a loss outside the graph: its working memory, and what it holds to the end."""
         loss = self.context.loss
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
-        working = Value(name=LOSS_WORKSPACE, size_bytes=loss.working_bytes)
-        held = Value(name=LOSS_HELD, size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
+        working = graph.Value(name=LOSS_WORKSPACE, size_bytes=loss.working_bytes)
+        held = graph.Value(name=LOSS_HELD, size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
         return [self._append_value(value) for value in (working, held) if value.size_bytes]
 
     def add_kept(self, sizes: Iterable[tuple[str, int, Node | None]]) -> None:
         """Add outputs of the last call by name, bytes and node, if the loop keeps them; before all other operations."""
         if self.context.outputs == KEPT:
             self.kept = [self.add_value(f"last {n}", size, kind="output", node=node) for n, size, node in sizes]
-            self.add(FOUND_TARGET, makes=self.kept, name="kept", recomputable=False)
+            self.add(graph.FOUND_TARGET, makes=self.kept, name="kept", recomputable=False)
 
     def add_loss(self, reads: Iterable[int], makes: Iterable[int]) -> int:
         """Add the operation between forward and backward; later operations belong to the backward."""
         if self.kept:
-            self.add(RETURNED_TARGET, self.kept, name="returned", recomputable=False)
-        self.phase = Phase.LOSS
-        index = self.add(LOSS_TARGET, reads, makes, name=LOSS_NAME, key=LOSS_KEY, recomputable=False)
-        self.phase = Phase.BACKWARD
+            self.add(graph.RETURNED_TARGET, self.kept, name="returned", recomputable=False)
+        self.phase = graph.Phase.LOSS
+        index = self.add(graph.LOSS_TARGET, reads, makes, name=graph.LOSS_NAME, key=graph.LOSS_KEY, recomputable=False)
+        self.phase = graph.Phase.BACKWARD
         return index
 
-    def finish(self) -> TrainingGraph:
+    def finish(self) -> graph.TrainingGraph:
         """Return the finished graph."""
-        return TrainingGraph(
+        return graph.TrainingGraph(
             operations=tuple(self.operations),
             values=tuple(self.values),
             static_bytes=dict(self.context.static_bytes),

@@ -151,8 +151,9 @@ class WholeStep:
         """Tensors from before it, which a log on a CPU does not see go."""
         self._freed: list[int] = []
         """The bytes of these that went before each mark."""
-        self._given_bytes, self._is_spoiled = 0, False
-        """Of the gradients of the outputs, when the first backward began; and whether a model planned meanwhile."""
+        self._given_bytes, self._is_spoiled, self._is_differentiated = 0, False, False
+        """Of the gradients of the outputs, when the first backward began; whether a model planned meanwhile; and
+        whether a backward was itself differentiated."""
         self.inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         """The storages of the inputs of its calls."""
         self._to_come: set[int] = set()
@@ -199,6 +200,7 @@ class WholeStep:
             return  # there is no log, or it comes to another of its outputs
         if torch.is_grad_enabled():
             self.calls[call] = self.calls[call][0], None  # what is run again is saved for a backward of this backward
+            self._is_differentiated = True
         if last == _RETURNED:
             given = [g for g in gradients if isinstance(g, torch.Tensor) and g.layout is torch.strided]
             self._given_bytes = sum({id(s): s.nbytes() for s in map(storage_of, given)}.values())
@@ -218,6 +220,8 @@ class WholeStep:
         # Hooks of parameters step optimizers there.
         if is_in_backward():
             return
+        if self._is_differentiated:  # the backward of a backward need not come to the call again, and holds more
+            self._mark(_ENDED)
         log, self._log = self._log, None
         parts = log.stop() if log is not None else None
         if log is not None and log.found_bytes is None:
