@@ -69,10 +69,10 @@ class Llama(nn.Module):
         return x.square().mean()
 
 
-def compiled(solver: Any, *, ratio: float = 1e-6, dropout: float = 0.1) -> tuple[nn.Module, Any]:
+def compiled(solver: Any, *, ratio: float = 1e-6, layers: int = 1, dropout: float = 0.1) -> tuple[nn.Module, Any]:
     """Return a model, and the same compiled by a first step."""
     torch.manual_seed(0)
-    model = MiniGPT(layers=2, width=32, heads=2, hidden=128, vocabulary=64, positions=64, dropout=dropout)
+    model = MiniGPT(layers=layers, width=32, heads=2, hidden=128, vocabulary=64, positions=64, dropout=dropout)
     return model, compiled_step(model, (TOKENS, TOKENS), solver, ratio)
 
 
@@ -91,7 +91,7 @@ def measured_bytes(model: nn.Module, run: Any, inputs: tuple[torch.Tensor, ...] 
 
 def test_a_larger_budget_never_costs_more_and_torch_is_not_better() -> None:
     solver = AtManyBudgets(1, 0)
-    compiled(solver, dropout=0.0)
+    compiled(solver, layers=2, dropout=0.0)
     assert len({choice.recomputed for choice in solver.choices}) >= 3
     for tighter, wider in pairwise(solver.choices):
         assert wider.recompute_seconds <= tighter.recompute_seconds
@@ -108,7 +108,7 @@ def test_the_measured_peak_is_within_the_budget() -> None:
         compiled(planner.knapsack(1))
     assert isinstance(error.value.inner_exception, InfeasibleBudgetError)
     lowest_bytes = error.value.inner_exception.minimum_feasible_peak_bytes
-    for share in (0.0, 0.5, 1.0):
+    for share in (0.0, 1.0):
         reserve_bytes = 1000
         budget_bytes = int(lowest_bytes + share * (of_torch_bytes - lowest_bytes)) + reserve_bytes
         solver = planner.knapsack(budget_bytes, reserve=reserve_bytes)

@@ -78,7 +78,7 @@ def test_hooks_around_a_plan_pack_and_unpack_one_value_after_the_other() -> None
     for name, hooks in cases:
         for planned in (False, True):
             torch.manual_seed(0)
-            model, x = Stack(), torch.randn(512, WIDTH)
+            model, x = Stack(2), torch.randn(512, WIDTH)
             if planned:
                 planner.auto_wrap(model, budget="1GiB", runtime="graph")
 
@@ -130,7 +130,7 @@ def test_a_plan_for_what_was_seen_says_so_and_is_taken_up_again() -> None:
 
 
 def test_a_step_that_no_plan_can_hold_is_said_once() -> None:
-    model, asked = Stack(), grouped(runtime="graph", time_limit_seconds=0.2)
+    model, asked = Stack(2), grouped(runtime="graph", time_limit_seconds=0.2)
     least_bytes = planner.plan(model, rows(), budget="100%", **asked).minimum_feasible_peak_bytes
     planner.auto_wrap(model, budget=least_bytes + 4096, **asked)
 
@@ -150,14 +150,14 @@ def test_a_step_that_no_plan_can_hold_is_said_once() -> None:
 
 def wrap(**options: object) -> nn.Module:
     torch.manual_seed(0)
-    return planner.auto_wrap(Stack(), **grouped(time_limit_seconds=0.2, **options))
+    return planner.auto_wrap(Stack(2), **grouped(time_limit_seconds=0.2, **options))
 
 
 @pytest.mark.filterwarnings("error:.*gradients of earlier backwards")
 @pytest.mark.parametrize("runtime", ["graph", "regional"])
 def test_gradients_that_a_call_finds_are_planned_for(runtime: str) -> None:
     asked = grouped(runtime=runtime, gradient_accumulation=True, budget="100%", time_limit_seconds=0.2)
-    budget_bytes = planner.plan(Stack(), rows(), **asked).minimum_feasible_peak_bytes + 4096
+    budget_bytes = planner.plan(Stack(2), rows(), **asked).minimum_feasible_peak_bytes + 4096
     model = wrap(budget=budget_bytes, runtime=runtime)
     model(rows()).backward()
     first = planner.plan_of(model)
@@ -173,9 +173,9 @@ def test_gradients_that_a_call_finds_are_planned_for(runtime: str) -> None:
 @pytest.mark.parametrize("is_given", [False, True])
 def test_gradients_that_have_no_room_are_said_once(is_given: bool) -> None:
     asked = grouped(budget="100%", runtime="graph", time_limit_seconds=0.2)
-    least = planner.plan(Stack(), rows(), **asked).minimum_feasible_peak_bytes + 4096
-    plan = planner.plan(Stack(), rows(), **asked | {"budget": least})
-    model = planner.auto_wrap(Stack(), **asked | {"budget": plan if is_given else least})
+    least = planner.plan(Stack(2), rows(), **asked).minimum_feasible_peak_bytes + 4096
+    plan = planner.plan(Stack(2), rows(), **asked | {"budget": least})
+    model = planner.auto_wrap(Stack(2), **asked | {"budget": plan if is_given else least})
     model(rows()).backward()
     words = "while it holds.*gradient_accumulation=True" if is_given else "does not count the gradients"
     with pytest.warns(UserWarning, match=words):
@@ -206,7 +206,7 @@ def test_computed_parameters_have_no_gradient_to_look_at() -> None:
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_state_of_an_optimizer_that_a_given_plan_does_not_count_is_said_once(runtime: str) -> None:
-    model, x = Stack(), rows()
+    model, x = Stack(2), rows()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -215,7 +215,7 @@ def test_state_of_an_optimizer_that_a_given_plan_does_not_count_is_said_once(run
         optimizer.zero_grad()
 
     planned = grouped(budget="70%", runtime=runtime, time_limit_seconds=0.2)
-    planner.auto_wrap(model, budget=planner.plan(Stack(), x, **planned))
+    planner.auto_wrap(model, budget=planner.plan(Stack(2), x, **planned))
     with pytest.warns(UserWarning, match=r"AdamW keeps .* of state for Stack.* pass training='adamw' to auto_wrap"):
         step()
     with warnings.catch_warnings(action="error"):

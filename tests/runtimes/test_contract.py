@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
         "regional", partial(Ignores, looks=False), models.rows(512), "90%", uses=_plans("blocks.0 blocks.1 blocks.2")
     ),
     # Parts.
-    "halves": _case("parts", _halves, models.rows(), "50%", uses=_two_captured_halves),
+    "halves": _case("parts", _halves, models.rows(), "50%", uses=_two_captured_halves, **_FILED),
     "parts, ignored result": _case(
         "parts", partial(Ignores, looks=True), models.rows(512), "90%", uses=_plans("blocks.0 blocks.1 blocks.2")
     ),

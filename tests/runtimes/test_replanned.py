@@ -46,7 +46,7 @@ class Loop:
 
 
 def test_another_plan_takes_no_other_capture(captures: list[Any]) -> None:
-    loop = Loop(Stack(), rows())
+    loop = Loop(Stack(2), rows())
     planner.auto_wrap(loop.models[1], budget="1.6MiB")
     plans = []
     for _ in range(5):
@@ -56,7 +56,7 @@ def test_another_plan_takes_no_other_capture(captures: list[Any]) -> None:
 
 
 def test_what_was_captured_to_plan_is_what_runs(captures: list[Any]) -> None:
-    loop = Loop(Stack(), rows())
+    loop = Loop(Stack(2), rows())
     planner.auto_wrap(loop.models[1], rows(), budget="90%", search="before")
     plan = planner.plan_of(loop.models[1])
     loop.step()
@@ -82,7 +82,7 @@ def test_a_better_plan_replaces_the_first_one(captures: list[Any]) -> None:
 
 @pytest.mark.parametrize("search", ["before", Search(deterministic=True), Search("ilp")])
 def test_a_step_may_wait_for_the_whole_search(search: Search | str) -> None:
-    loop = Loop(Stack(), rows())
+    loop = Loop(Stack(2), rows())
     with patch.object(graph, "SearchBeside", None), patch.object(graph, "_AT_ONCE_SECONDS", None):
         planner.auto_wrap(loop.models[1], budget="85%", search=search)
         loop.step()

@@ -199,9 +199,13 @@ def look(monkeypatch: pytest.MonkeyPatch, seeds: range, *omitted: tuple[str, str
         train(cuda, seed)
 
 
-@pytest.mark.parametrize("first", tiered([0, 80, 160, 240], quick=[0]))
-def test_no_order_of_copies_and_kernels_is_left_to_chance(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    look(monkeypatch, range(first, first + 80))  # which plan some 280 times
+# Seven of these find what of the calls below is missed least often; of the fifty first none does.
+QUICK = range(40, 80)
+
+
+@pytest.mark.parametrize("seeds", tiered([range(40), QUICK, range(80, 160), range(160, 320)], quick=[QUICK]))
+def test_no_order_of_copies_and_kernels_is_left_to_chance(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
+    look(monkeypatch, seeds)  # which plan some 140 times
 
 
 OMITTED = [
@@ -221,4 +225,4 @@ OMITTED = [
 @pytest.mark.parametrize("omitted", OMITTED, ids=str)
 def test_what_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, omitted: tuple[str, str]) -> None:
     with pytest.raises(AssertionError, match=r"a race|mixed up"):
-        look(monkeypatch, range(240), omitted)
+        look(monkeypatch, range(QUICK[0], 280), omitted)

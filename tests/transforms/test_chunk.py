@@ -29,14 +29,12 @@ ROWS = BATCH * LENGTH
 LOGITS_BYTES = ROWS * VOCABULARY * 4
 
 
-def attention() -> nn.Module:
-    return nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+class Block(Layers, norm=lambda: nn.LayerNorm(WIDTH), mlp=partial(perceptron, WIDTH)):
+    """Tokens look at each other, as little as that takes."""
 
-
-class Block(Layers, norm=lambda: nn.LayerNorm(WIDTH), attention=attention, mlp=partial(perceptron, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
+        x = x + F.scaled_dot_product_attention(y, y, y)
         return x + self.mlp(x)
 
 

@@ -35,7 +35,7 @@ FEW_ROWS = 32
 
 IN_FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-LARGER = ("own", "16 bits", "modules", "inside")
+LARGER = ("own", "16 bits, larger", "modules", "inside")
 """Ways to shard a model first after which it is given a larger batch: others are planned anew as the first is."""
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # pytest looks for doctests here
 QUICK = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True}
@@ -49,7 +49,7 @@ class Block(Layers, norm=lambda: nn.LayerNorm(WIDTH), rise=linear(WIDTH, 4 * WID
 class Model(nn.Module):
     """Something before the blocks and something after them, which stay eager."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.start = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
@@ -66,7 +66,7 @@ def data(rank: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def make(depth: int = 4) -> Model:
+def make(depth: int = 2) -> Model:
     torch.manual_seed(0)
     return Model(depth)
 

@@ -35,12 +35,17 @@ from tests.runtimes.rank.common import FEW_ROWS, RANKS, ROWS, Model, data, gradi
 
 
 def every_block_differently(plan: Plan) -> Plan:
-    """Let block 0 recompute GELU and LayerNorm, 1 LayerNorm, 2 GELU and 3 nothing."""
-    again: dict[str, tuple[str, ...]] = {}
-    for number in (0, 1):
-        again[f"blocks.{number}.rise|aten.mm.default|b1"] = (f"blocks.{number}.norm|aten.native_layer_norm.default|f0",)
-    for number in (0, 2):
-        again[f"blocks.{number}.fall|aten.mm.default|b1"] = (f"blocks.{number}|aten.gelu.default|f0",)
+    """Let block 0 recompute GELU and LayerNorm, 1 GELU and 2 nothing."""
+    norm = {"blocks.0.rise|aten.mm.default|b1": ("blocks.0.norm|aten.native_layer_norm.default|f0",)}
+    return with_recompute(plan, norm | again_in(0) | again_in(1))
+
+
+def again_in(number: int) -> dict[str, tuple[str, ...]]:
+    """Let a block recompute GELU."""
+    return {f"blocks.{number}.fall|aten.mm.default|b1": (f"blocks.{number}|aten.gelu.default|f0",)}
+
+
+def with_recompute(plan: Plan, again: dict[str, tuple[str, ...]]) -> Plan:
     return replace(plan, recomputations=again, budget_bytes=plan.baseline_peak_bytes - 1)
 
 
@@ -66,7 +71,7 @@ def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, int]:
     return first / len(events), gathers
 
 
-def mean_of_single_processes(rows: int = ROWS, depth: int = 4) -> dict[str, torch.Tensor]:
+def mean_of_single_processes(rows: int = ROWS, depth: int = 2) -> dict[str, torch.Tensor]:
     alone = make(depth)
     single = []
     for rank in range(RANKS):
@@ -77,13 +82,13 @@ def mean_of_single_processes(rows: int = ROWS, depth: int = 4) -> dict[str, torc
 
 def train(rank: int, way: str) -> dict[str, Any]:
     others = live()
-    model, x = make(), data(rank)
+    model, x = make(3), data(rank)
     wrap(model, rank, way, activation_budget="68%")
     planner.auto_wrap(model, x, budget=every_block_differently(planner.plan_of(model)), runtime="regional")
     plan = planner.plan_of(model)
     peak, running = common.peak_of(lambda: common.distributed(model, way), x, others)
-    result = common.reported(plan, gradients(running), mean_of_single_processes(), peak)
-    firsts = {"first": first_gradient(running, x), "eager_first": first_gradient(common.distributed(make(), way), x)}
+    result = common.reported(plan, gradients(running), mean_of_single_processes(depth=3), peak)
+    firsts = {"first": first_gradient(running, x), "eager_first": first_gradient(common.distributed(make(3), way), x)}
     return result | firsts
 
 
@@ -91,15 +96,19 @@ ddp, fsdp2 = partial(train, way="ddp"), partial(train, way="fsdp2")
 
 
 def offloading(rank: int) -> dict[str, Any]:
-    """Let what blocks save wait on the host, under DDP and FSDP2: each rank has places of its own."""
-    found = {}
-    for way in ("ddp", "fsdp2"):
-        others, model, x = live(), make(2), data(rank)
-        wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
-        peak, running = common.peak_of(partial(common.distributed, model, way), x, others)
-        expected = mean_of_single_processes(depth=2)
-        found[way] = common.reported(planner.plan_of(model), gradients(running), expected, peak)
-    return found
+    """Let what blocks save wait on the host, under FSDP2: each rank has places of its own."""
+    return _offloading(rank, "fsdp2")
+
+
+def offloading_under_ddp(rank: int) -> dict[str, Any]:
+    return _offloading(rank, "ddp")
+
+
+def _offloading(rank: int, way: str) -> dict[str, Any]:
+    others, model, x = live(), make(), data(rank)
+    wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
+    peak, running = common.peak_of(partial(common.distributed, model, way), x, others)
+    return common.reported(planner.plan_of(model), gradients(running), mean_of_single_processes(), peak)
 
 
 def compiled_blocks(rank: int) -> dict[str, Any]:
@@ -113,11 +122,11 @@ def compiled_blocks(rank: int) -> dict[str, Any]:
 
 
 def _compiled_blocks(rank: int, way: str, **more: Any) -> dict[str, Any]:
-    plain = common.distributed(make(2).double(), way)
+    plain = common.distributed(make().double(), way)
     step(plain, data(rank).double())
     expected = gradients(plain)
     del plain
-    others, model, x = live(), make(2).double(), data(rank).double()
+    others, model, x = live(), make().double(), data(rank).double()
     for block in model.blocks:
         block.compile()
     planner.auto_wrap(model, **grouped(**common.QUICK | {"activation_budget": "66%"} | more))
@@ -129,12 +138,13 @@ def _compiled_blocks(rank: int, way: str, **more: Any) -> dict[str, Any]:
 
 def sharded_first(rank: int) -> dict[str, Any]:
     """Wrap a model that is sharded already, made on the meta device, in 16 bits."""
-    return {"16 bits": _sharded_first(rank, {"mp_policy": common.IN_FLOAT32}, {}, larger=True)}
+    return {"16 bits": _sharded_first(rank, {"mp_policy": common.IN_FLOAT32}, {}, larger=False)}
 
 
 def sharded_first_in_more_ways(rank: int) -> dict[str, Any]:
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "own": ({}, {}),
+        "16 bits, larger": ({"mp_policy": common.IN_FLOAT32}, {}),
         "all 16 bits": ({"mp_policy": common.IN_16_BITS}, {}),
         "kept": ({"reshard_after_forward": False}, {}),
         "never kept": ({"reshard_after_forward": True}, {}),
@@ -194,9 +204,11 @@ class WithLogits(Model):
 
 def observed(rank: int) -> dict[str, Any]:
     """Train a model whose logits all ranks drop, or the first holds, with an optimizer that nobody names."""
-    return {
-        f"{way} {use}": _observed(rank, way, use == "held") for way in ("ddp", "fsdp2") for use in ("dropped", "held")
-    }
+    return {"fsdp2 held": _observed(rank, "fsdp2", True), "ddp dropped": _observed(rank, "ddp", False)}
+
+
+def observed_in_other_ways(rank: int) -> dict[str, Any]:
+    return {"ddp held": _observed(rank, "ddp", True), "fsdp2 dropped": _observed(rank, "fsdp2", False)}
 
 
 def _observed(rank: int, way: str, are_held: bool) -> dict[str, Any]:
@@ -231,13 +243,13 @@ def _observed(rank: int, way: str, are_held: bool) -> dict[str, Any]:
 
 def last_batch(rank: int) -> dict[str, Any]:
     """Give a sharded model a smaller batch than it was planned for, and a larger one."""
-    model, x = make(2), data(rank)
+    model, x = make(), data(rank)
     wrap(model, rank, "fsdp2", activation_budget="68%")
     plan, running = planner.plan_of(model), common.distributed(model, "fsdp2")
     step(running, x)
     step(running, x[:100])
     is_same = planner.plan_of(model) == plan
-    result = common.reported(plan, gradients(running), mean_of_single_processes(100, depth=2), same_plan=is_same)
+    result = common.reported(plan, gradients(running), mean_of_single_processes(100), same_plan=is_same)
     step(running, torch.cat([x, x]))
     return result | {"larger_rows": 2 * ROWS, "planned_for": planner.plan_of(model).fingerprint["inputs"]}
 
@@ -247,7 +259,7 @@ def saved(rank: int) -> dict[str, Any]:
     folder, x = Path(sys.argv[2]) / "checkpoint", data(rank)
 
     def made(*, planned: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = common.distributed(make(2), "fsdp2")
+        model = common.distributed(make(), "fsdp2")
         if planned:
             planner.auto_wrap(model, **grouped(**common.QUICK))
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -277,7 +289,7 @@ def shardings(rank: int) -> dict[str, Any]:
     """Shard in ways that plans do not count on, and keep gradients whole for a step: that is right, and said."""
     mesh = init_device_mesh("cpu", (RANKS,))
     both = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("copy", "shard"))
-    expected, found = mean_of_single_processes(depth=2), {}
+    expected, found = mean_of_single_processes(), {}
     ways: dict[str, dict[str, Any] | None] = {
         "kept": {"mesh": mesh, "reshard_after_forward": False},
         "copied": {"mesh": both},
@@ -287,9 +299,9 @@ def shardings(rank: int) -> dict[str, Any]:
         "unsent": {"mesh": mesh},
         "default": {"mesh": mesh},
     }
-    plan = planner.plan_of(wrap(make(2), rank, "fsdp2"))
+    plan = with_recompute(planner.plan_of(wrap(make(), rank, "fsdp2")), again_in(0) | again_in(1))
     for name, options in ways.items():
-        model = planner.auto_wrap(make(2), budget=plan, runtime="regional")
+        model = planner.auto_wrap(make(), budget=plan, runtime="regional")
         for block in model.blocks if options is not None else ():
             fully_shard(block, **options)
         fully_shard(model, **{"mesh": mesh, **(options or {})})
@@ -302,7 +314,7 @@ def shardings(rank: int) -> dict[str, Any]:
             model(data(rank)).backward()
         times = 2 if name == "unsent" else 1
         found[name] = {"equal": same(gradients(model), {n: times * one for n, one in expected.items()}), "said": said}
-    running: Any = common.with_ddp(wrap(make(2), rank, "ddp"))
+    running: Any = common.with_ddp(wrap(make(), rank, "ddp"))
     running.register_comm_hook(None, allreduce_hook)  # which sends what DDP would
     said = common.warnings_of(lambda: running(data(rank)).backward())
     found["hook"] = {"equal": same(gradients(running), expected), "said": said}
@@ -389,13 +401,13 @@ def by_micro_batches(
         running.set_requires_gradient_sync(sends)
         running(batches[number]).backward()
 
-    alone = distribute(make(2))
+    alone = distribute(make())
     for number in range(3):
         micro_step(alone, number)
     expected = gradients(alone)
     del alone
     others = live()
-    model = make(2)
+    model = make()
     budget = "100%" if rows != ROWS else "65%" if ahead else "75%"  # sharded in 16 bits it needs less
     options = {"activation_budget": budget, "time_limit_seconds": 1.0, "deterministic": True, "runtime": runtime}
     planner.auto_wrap(model, *batches[: int(ahead)], **grouped(**options))
@@ -466,7 +478,7 @@ def fails_where_layers_are_shared(rank: int) -> dict[str, Any]:
 
 
 def differs(rank: int) -> dict[str, Any]:
-    shorter, frozen = make(), make()
+    shorter, frozen = make(3), make(3)
     if rank == 1:
         del shorter.blocks[-1]
         frozen.blocks[0].requires_grad_(False)
