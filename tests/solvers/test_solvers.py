@@ -140,7 +140,7 @@ UNPROVEN = [(688, 0.25, 9)]
 
 @given(seed=seeds, share=shares, count=st.integers(2, 10))
 @example(seed=59, share=0.6, count=10)  # a cut between two steps, where the first of them has none of its own yet
-@example(seed=210, share=0.0, count=9)  # two moments at which one of the same operations runs again
+@example(seed=1626, share=0.0, count=10)  # two moments at which one of the same operations runs again
 @settings(max_examples=60, deadline=None)
 def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count: int) -> None:
     problem = tiny(seed, share, count)
@@ -151,7 +151,7 @@ def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count:
     evaluation = simulate(problem.graph, problem.costs, schedule)
     assert evaluation.peak_bytes <= problem.budget_bytes
     assert evaluation.recompute_seconds == pytest.approx(cost)
-    # By counted work, as much as 30 s by the clock were: a machine half as fast takes 40 s for the proof of seed 210.
+    # By counted work, as much as 30 s by the clock were, which a slower machine would do less in.
     solution = solvers.solve(problem, "ilp", time_limit_seconds=5, deterministic=True)
     assert solution.recompute_seconds == pytest.approx(cost)
     assert solution.lower_bound_seconds <= (1 + 1e-6) * cost
