@@ -132,11 +132,12 @@ def test_bad_budgets_are_refused_before_training(budget: Any, says: str) -> None
 
 def test_a_budget_below_the_floor_names_the_smallest_that_does() -> None:
     model = Model()
+    search = planner.Search(time_limit_seconds=0.2)
     with pytest.raises(errors.InfeasibleBudgetError, match=r"the smallest .*feasible.* is") as caught:
-        planner.plan(model, data(), budget="1MB", search=planner.Search(time_limit_seconds=1.0))
+        planner.plan(model, data(), budget="1MB", search=search)
     enough = caught.value.minimum_feasible_peak_bytes
-    assert planner.plan(model, data(), budget=enough, search=planner.Search(time_limit_seconds=1)).peak_bytes <= enough
-    planner.auto_wrap(model, budget="1MB", search=planner.Search(time_limit_seconds=1.0))
+    assert planner.plan(model, data(), budget=enough, search=search).peak_bytes <= enough
+    planner.auto_wrap(model, budget="1MB", search=search)
     with pytest.raises(errors.InfeasibleBudgetError):
         model(data())
 
