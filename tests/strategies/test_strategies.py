@@ -250,6 +250,6 @@ import torch
 
 
 def make():
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)]
     return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
 """
