@@ -145,7 +145,9 @@ def test_a_training_loop_that_nothing_fits_says_what_the_first_choice_needs() ->
     model, x = thrifty(), torch.randn(1024, 64)
     needed = []
     for runtime in ("auto", "graph"):
-        planner.auto_wrap(model, **grouped(budget="64KiB", runtime=runtime, time_limit_seconds=0.2, cost_model="roofline"))
+        planner.auto_wrap(
+            model, **grouped(budget="64KiB", runtime=runtime, time_limit_seconds=0.2, cost_model="roofline")
+        )
         with pytest.raises(NoPlanFitsError) as caught:
             model(x)
         needed.append(caught.value.minimum_feasible_peak_bytes)
