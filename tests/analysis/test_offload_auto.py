@@ -20,7 +20,7 @@ from tests.example_graphs import transformer
 from tests.orders import branches
 from tests.planned import printed
 
-QUICK = Search(time_limit_seconds=0.5, deterministic=True, compare=False)
+QUICK = Search(time_limit_seconds=0.2, deterministic=True, compare=False)
 FAST = {"host_budget": "1GiB", "at_least": 1, "link": "4GB/s"}
 
 

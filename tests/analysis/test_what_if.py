@@ -36,7 +36,7 @@ from tests.oracle import cheapest, random_graph
 from tests.orders import branches
 from tests.planned import printed, study_of, without_recompute
 
-QUICK = Search(time_limit_seconds=0.5, deterministic=True)
+QUICK = Search(time_limit_seconds=0.2, deterministic=True)
 
 
 def traced(study: Study, solver: str = "auto", **options: Any) -> CurveSweep:
@@ -49,7 +49,7 @@ def traced(study: Study, solver: str = "auto", **options: Any) -> CurveSweep:
 @pytest.fixture(scope="module")
 def toy() -> CurveSweep:
     """Trace the curve of a small transformer, with a budget that is asked about."""
-    return traced(study_of(*transformer(4)), points=7, asked="70%")
+    return traced(study_of(*transformer(3)), points=7, asked="70%")
 
 
 def assert_monotone(points: tuple[TradeOffPoint, ...]) -> None:

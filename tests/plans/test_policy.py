@@ -40,7 +40,7 @@ def decided(seed: int, *choices: str, share: float) -> Problem:
 
 
 def solve(problem: Problem):
-    return solvers.solve(problem, "ilp", deterministic=True, time_limit_seconds=0.5)
+    return solvers.solve(problem, "ilp", deterministic=True, time_limit_seconds=0.1)
 
 
 @settings(max_examples=15, deadline=None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -13,21 +11,20 @@ ROOT = Path(__file__).parent.parent.parent
 BUDGETS = tomllib.loads(Path(__file__).with_name("line_budgets.toml").read_text(encoding="utf-8"))
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @cache
 def code_lines(path: Path) -> frozenset[int]:
     """Return the numbers of the lines that hold code: no blank lines, comments and docstrings."""
     source = path.read_text(encoding="utf-8")
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NOT_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    written = enumerate(map(str.strip, source.split("\n")), 1)
+    lines, docstrings = {number for number, line in written if line and line[0] != "#"}, set[int]()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
-            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return frozenset(lines)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):  # texts may have empty lines
+            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return frozenset(lines - docstrings)
 
 
 def files(tree: str) -> list[Path]:

@@ -29,7 +29,7 @@ def height(module: str, rooms: list[str]) -> int:
 
 
 def test_a_model_goes_down_and_passes_few_files() -> None:
-    model, x = Stack(), rows(64)
+    model, x = Stack(2), rows(64)
     passes: list[tuple[str, str]] = []
 
     def seen(frame: FrameType, event: str, _: Any) -> None:

@@ -65,12 +65,10 @@ def test_planning_leaves_the_model_alone(runtime: str) -> None:
 
 
 def test_planning_a_fake_model_gives_the_same_plan() -> None:
-    planned = planner.plan(
-        Model(4), data(), **grouped(activation_budget="60%", solver="sqrt")
-    )  # no clock decides its plan
+    planned = planner.plan(Model(3), data(), **grouped(activation_budget="60%", solver="sqrt"))  # no clock decides it
     mode = fake_mode()
     with mode:
-        model, x = Model(4), torch.randn(512, WIDTH)
+        model, x = Model(3), torch.randn(512, WIDTH)
     fake = planner.plan(model, x, budget=planner.Budget(activations="60%"), search="sqrt")
     assert fake.recomputations == planned.recomputations
     assert fake.peak_bytes == planned.peak_bytes
@@ -132,11 +130,12 @@ def test_bad_budgets_are_refused_before_training(budget: Any, says: str) -> None
 
 def test_a_budget_below_the_floor_names_the_smallest_that_does() -> None:
     model = Model()
+    search = planner.Search(time_limit_seconds=0.2)
     with pytest.raises(errors.InfeasibleBudgetError, match=r"the smallest .*feasible.* is") as caught:
-        planner.plan(model, data(), budget="1MB", search=planner.Search(time_limit_seconds=1.0))
+        planner.plan(model, data(), budget="1MB", search=search)
     enough = caught.value.minimum_feasible_peak_bytes
-    assert planner.plan(model, data(), budget=enough, search=planner.Search(time_limit_seconds=1)).peak_bytes <= enough
-    planner.auto_wrap(model, budget="1MB", search=planner.Search(time_limit_seconds=1.0))
+    assert planner.plan(model, data(), budget=enough, search=search).peak_bytes <= enough
+    planner.auto_wrap(model, budget="1MB", search=search)
     with pytest.raises(errors.InfeasibleBudgetError):
         model(data())
 

@@ -47,12 +47,12 @@ class Thrifty(nn.Linear):
         return Own.apply(super().forward(x))
 
 
-def thrifty(depth: int = 3) -> Trained:
+def thrifty(depth: int = 2) -> Trained:
     return Trained(*(Thrifty(64, 64) for _ in range(depth)))
 
 
 def relus() -> Trained:
-    return Trained(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.1))))
+    return Trained(*(m for _ in range(2) for m in (nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.1))))
 
 
 @pytest.mark.parametrize("make", [relus, thrifty])
@@ -145,7 +145,9 @@ def test_a_training_loop_that_nothing_fits_says_what_the_first_choice_needs() ->
     model, x = thrifty(), torch.randn(1024, 64)
     needed = []
     for runtime in ("auto", "graph"):
-        planner.auto_wrap(model, budget="64KiB", runtime=runtime, target=planner.Target(cost_model="roofline"))
+        planner.auto_wrap(
+            model, **grouped(budget="64KiB", runtime=runtime, time_limit_seconds=0.2, cost_model="roofline")
+        )
         with pytest.raises(NoPlanFitsError) as caught:
             model(x)
         needed.append(caught.value.minimum_feasible_peak_bytes)

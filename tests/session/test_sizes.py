@@ -10,18 +10,18 @@ import planner
 from planner.capture.inputs import Inputs
 from planner.common.options import grouped
 from planner.errors import UsageError
-from tests.models import Transformer
+from tests.models import Trained
 
 
 def test_sizes_are_asked_about_in_python() -> None:
-    model, x = Transformer(1), torch.randn(4, 6, 64)
+    model, x = Trained(nn.Linear(64, 64), nn.GELU()), torch.randn(4, 6, 64)
     whole = planner.study(model, x, target=planner.Target(cost_model="roofline")).whole_bytes
     curve = planner.what_if(
         model,
         x,
         sizes={"batch_size": [2, 8, 64], "seq_len": "4,64"},
         budgets=[whole, 2 * whole],
-        **grouped(deterministic=True, time_limit_seconds=5.0, budget=2 * whole),
+        **grouped(deterministic=True, time_limit_seconds=1.0, budget=2 * whole),
     )
     assert curve.batch_sizes is not None and curve.seq_lens is not None
     assert curve.batch_sizes.budget_bytes == curve.seq_lens.budget_bytes == 2 * whole

@@ -75,7 +75,7 @@ def test_no_solver_beats_the_optimum_or_breaks_the_budget(name: str, seed: int, 
     problem = tiny(seed, share, 7)
     best = oracle.cheapest(problem)
     try:
-        solution = solvers.solve(problem, name, time_limit_seconds=2)
+        solution = solvers.solve(problem, name, time_limit_seconds=0.2)
     except InfeasibleBudgetError as error:
         # A solver may give up where another need not; `auto` is the one that tries them all.
         assert name != "auto" or error.minimum_feasible_peak_bytes > problem.budget_bytes
@@ -107,7 +107,7 @@ def test_a_budget_below_the_proven_floor_is_infeasible(name: str) -> None:
     floor = minimum_peak(graph, costs)
     problem = Problem(graph=graph, costs=costs, budget_bytes=floor.proven_peak_bytes - 1)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        solvers.solve(problem, name, time_limit_seconds=0.5, deterministic=True)
+        solvers.solve(problem, name, time_limit_seconds=0.1, deterministic=True)
     assert caught.value.minimum_feasible_peak_bytes >= floor.proven_peak_bytes + 1000
     if name in ("ilp", "auto"):  # that no plan exists is told apart from that none was found
         assert caught.value.is_proven and "no plan keeps" in str(caught.value)
@@ -140,7 +140,7 @@ UNPROVEN = [(688, 0.25, 9)]
 
 @given(seed=seeds, share=shares, count=st.integers(2, 10))
 @example(seed=59, share=0.6, count=10)  # a cut between two steps, where the first of them has none of its own yet
-@example(seed=210, share=0.0, count=9)  # two moments at which one of the same operations runs again
+@example(seed=1626, share=0.0, count=10)  # two moments at which one of the same operations runs again
 @settings(max_examples=60, deadline=None)
 def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count: int) -> None:
     problem = tiny(seed, share, count)
@@ -151,7 +151,7 @@ def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count:
     evaluation = simulate(problem.graph, problem.costs, schedule)
     assert evaluation.peak_bytes <= problem.budget_bytes
     assert evaluation.recompute_seconds == pytest.approx(cost)
-    # By counted work, as much as 30 s by the clock were: a machine half as fast takes 40 s for the proof of seed 210.
+    # By counted work, as much as 30 s by the clock were, which a slower machine would do less in.
     solution = solvers.solve(problem, "ilp", time_limit_seconds=5, deterministic=True)
     assert solution.recompute_seconds == pytest.approx(cost)
     assert solution.lower_bound_seconds <= (1 + 1e-6) * cost
@@ -269,7 +269,7 @@ def test_counting_work_gives_the_same_plan_every_time(name: str) -> None:
     found = []
     for _ in range(2):
         try:
-            solution = solvers.solve(problem_at(CNN, 0.45), name, time_limit_seconds=0.25, deterministic=True, seed=3)
+            solution = solvers.solve(problem_at(CNN, 0.45), name, time_limit_seconds=0.1, deterministic=True, seed=3)
         except InfeasibleBudgetError as error:
             found.append((str(error), error.lower_bound_seconds))
         else:

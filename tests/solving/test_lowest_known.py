@@ -73,7 +73,7 @@ def test_the_lowest_plan_is_searched_for_before_a_budget_is_refused() -> None:
 def test_an_error_names_the_lowest_peak_that_was_ever_found_or_is_found_before_it_is_raised() -> None:
     lowest_known.keep(PROBLEM, LOWEST.schedule)
     with pytest.raises(NoPlanFitsError, match="known to be feasible") as caught:
-        make_plan(GRAPH, COSTS, budget=GRAPH.total_static_bytes + LOWEST.proven_peak_bytes)
+        make_plan(GRAPH, COSTS, budget=GRAPH.total_static_bytes + LOWEST.proven_peak_bytes, time_limit_seconds=0.1)
     found_bytes = PROBLEM.evaluate(lowest_known.find(PROBLEM)).peak_bytes
     assert found_bytes == caught.value.minimum_feasible_peak_bytes - GRAPH.total_static_bytes <= LOWEST.found_peak_bytes
 

@@ -37,7 +37,7 @@ def test_a_mended_plan_is_no_higher_and_no_lower_than_can_be(seed: int) -> None:
 @pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
 def test_what_annealing_leaves_is_made_again_by_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many reruns at once, none of which helps alone: moves at random do not come by them."""
-    problem = problem_at(resnet_like(12), 0)
+    problem = problem_at(resnet_like(10), 0)
     start = lowest_schedule(problem)
     least_bytes = proven_peak(problem.graph, problem.costs)[0]
     assert problem.evaluate(lowest_plan(problem, start, LIMITS)).peak_bytes <= 1.0001 * least_bytes

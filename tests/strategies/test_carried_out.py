@@ -31,12 +31,12 @@ QUICK = ("every", "save-on-cpu", "selective", "unsloth")
 @pytest.fixture(scope="module")
 def step() -> Study:
     """Return the captured step, of which every strategy is a schedule."""
-    return planner.study(Transformer(), X)
+    return planner.study(Transformer(2), X)
 
 
 def same_model() -> nn.Module:
     torch.manual_seed(0)
-    return Transformer()
+    return Transformer(2)
 
 
 @pytest.fixture(scope="module")
@@ -58,28 +58,28 @@ def test_every_strategy_runs(name: str, step: Study, kept: Left) -> None:
 
 @pytest.mark.parametrize("name", tiered(["every-layer", "every-2"], quick=["every-2"]))
 def test_choices_of_modules_run_as_such(name: str) -> None:
-    plan = planner.plan(Transformer(), X, **grouped(strategy=name, runtime="modules", compare=False))
-    assert plan.runtime == "modules" and len(modules_of(plan)) == (3 if name == "every-layer" else 2)
-    verified(Transformer(), X, plan)
+    plan = planner.plan(Transformer(2), X, **grouped(strategy=name, runtime="modules", compare=False))
+    assert plan.runtime == "modules" and len(modules_of(plan)) == (2 if name == "every-layer" else 1)
+    verified(Transformer(2), X, plan)
     assert plan.peak_bytes == plan.budget_bytes
 
 
 @pytest.mark.parametrize("runtime", ["graph", "modules"])
 def test_what_a_strategy_could_not_pay_less_than_is_proven(runtime: str, step: Study) -> None:
     if runtime == "modules":
-        step = planner.study(Transformer(), X, runtime="modules")
-    plan = step.plan(budget=planner.Budget(strategy="every-layer"), search=planner.Search(time_limit_seconds=1))
+        step = planner.study(Transformer(2), X, runtime="modules")
+    plan = step.plan(budget=planner.Budget(strategy="every-layer"), search=planner.Search(time_limit_seconds=0.5))
     assert 0 < plan.lower_bound_overhead < plan.overhead
-    best = step.plan(budget=plan.budget_bytes, search=planner.Search(time_limit_seconds=1))
+    best = step.plan(budget=plan.budget_bytes, search=planner.Search(time_limit_seconds=0.5))
     assert plan.lower_bound_overhead <= best.overhead < plan.overhead
     assert any(row.name == "this plan" for row in plan.baselines)
 
 
 def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does(step: Study) -> None:
-    plan = step.plan(budget=planner.Budget(strategy="save-on-cpu"), search=planner.Search(time_limit_seconds=1))
+    plan = step.plan(budget=planner.Budget(strategy="save-on-cpu"), search=planner.Search(time_limit_seconds=0.5))
     assert plan.offloading is not None
     assert max(value.size_bytes for value in plan.offloading.values) < 2**20, "none would be offloaded by default"
-    found = audit_study(step, "save-on-cpu", Search(time_limit_seconds=1))
+    found = audit_study(step, "save-on-cpu", Search(time_limit_seconds=0.5))
     assert found.now.peak_bytes == plan.peak_bytes and found.best.offloading is not None
     assert max(plan.lower_bound_overhead, found.best.lower_bound_overhead) <= found.best.overhead <= plan.overhead
 
@@ -93,7 +93,7 @@ def test_within_a_budget_or_not_at_all(step: Study) -> None:
     with pytest.raises(InfeasibleBudgetError, match=rf"'every-2' needs .* \({own.peak_bytes} bytes\)") as caught:
         step.plan(budget=planner.Budget(own.peak_bytes - 64, strategy="every-2"))
     assert caught.value.minimum_feasible_peak_bytes == own.peak_bytes
-    wrapped = planner.auto_wrap(Transformer(), budget=planner.Plan.from_json(own.to_json()))
+    wrapped = planner.auto_wrap(Transformer(2), budget=planner.Plan.from_json(own.to_json()))
     wrapped(X).backward()
     assert planner.plan_of(wrapped).recomputations == own.recomputations
 
@@ -118,7 +118,7 @@ def test_what_does_not_go_together(told: dict[str, Any], words: str) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(FACTORY, encoding="utf-8")
-    asked = ["plan", "own.py:make", "--strategy", "every-2", "--time-limit", "1"]
+    asked = ["plan", "own.py:make", "--strategy", "every-2", "--time-limit", "0.5"]
     assert cli.main([*asked, "--verify", "--save", "own.plan", "--json", "own.json"]) == 0
     report = json.loads(Path("own.json").read_text(encoding="utf-8"))
     assert report["solver"]["name"] == "every-2"

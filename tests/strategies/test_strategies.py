@@ -169,7 +169,7 @@ def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
 
 def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
     names = ("save-on-cpu", "deepspeed-cpu-checkpointing")
-    found = [audit_study(on_h100(), name, Search(time_limit_seconds=1.5)) for name in names]
+    found = [audit_study(on_h100(), name, Search(time_limit_seconds=0.5)) for name in names]
     for audit in found:
         assert audit.now.offloading is not None
         assert audit.report()["current"]["host_bytes"] == audit.now.offloading.host_bytes > 0
@@ -196,7 +196,7 @@ def test_every_strategy_is_listed_here() -> None:
 
 
 def test_no_bound_is_above_a_strategy() -> None:
-    graph, costs = transformer(3)
+    graph, costs = transformer(2)
     study, search = on_h100(graph, costs), Search(time_limit_seconds=0.02, deterministic=True)
     host = study.unlimited_host()
     found = {name: audit_study(study, name, search) for name in strategies.known()}
@@ -207,9 +207,8 @@ def test_no_bound_is_above_a_strategy() -> None:
         assert (audit.now.offloading.host_bytes if audit.now.offloading else 0) == evaluation.host_bytes
         assert audit.now.overhead == pytest.approx(evaluation.added_seconds / audit.now.baseline_step_seconds)
     assert max(audit.now.overhead - audit.best.overhead for audit in found.values()) > 0.1
-    for name in ("every-2", "save-on-cpu", "unsloth"):
-        once, again = (audit_study(on_h100(graph, costs), name, search) for _ in range(2))
-        assert once.report() == again.report()
+    for name in ("every", "save-on-cpu", "unsloth"):
+        assert audit_study(on_h100(graph, costs), name, search).report() == found[name].report()
 
 
 def test_what_does_not_apply_says_why() -> None:
@@ -251,6 +250,6 @@ import torch
 
 
 def make():
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)]
     return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
 """
