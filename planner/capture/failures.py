@@ -65,6 +65,8 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             elif (culprit := _CULPRIT.search(str(error))) and culprit["name"].startswith("Random."):
                 # Dynamo would draw it in another precision, so it may not: see dynamo_settings.
                 reason = f"it computes with a number that it draws from Python's random state ({culprit['name']})"
+            elif "Tensor.requires_grad_()" in reason:
+                reason += " on an input: call it before the model, or on a copy, x.detach().requires_grad_()"
             elif culprit:
                 reason += f": {culprit['name']}"
         raise _explained(problem, model, reason, error) from error

@@ -205,6 +205,30 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     assert_gradients(plain, wrapped)
 
 
+def test_a_backward_that_is_differentiated_counts_to_the_end_of_the_step() -> None:
+    """The second derivative need not come to the model's output again: what it held went unseen."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = planner.auto_wrap(nn.Sequential(*layers), budget="1MiB", runtime="modules")
+    with pytest.warns(UserWarning, match="no plan fits"):
+        for _ in range(5):
+            x = torch.rand(512, WIDTH, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (curve,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+            curve.square().sum().backward()
+
+
+def test_a_part_that_the_forward_differentiates_is_left_to_modules() -> None:
+    class Forces(Layers, energy=perceptron):
+        def forward(self, places: torch.Tensor) -> torch.Tensor:
+            energy = self.energy(places.requires_grad_()).square().sum()
+            return energy + torch.autograd.grad(energy, places, create_graph=True)[0].square().sum()
+
+    model = planner.auto_wrap(Forces(), budget="1GiB")
+    with pytest.warns(UserWarning, match=r"call it before the model, or on a copy"):
+        model(rows()).backward()
+    assert planner.plan_of(model).runtime == "modules"
+
+
 @pytest.mark.filterwarnings("ignore:.* instead of", "ignore:data decide what")
 @pytest.mark.parametrize("runtime", tiered(["modules", "auto"], quick=["modules"]))
 def test_a_frozen_model_runs_as_it_is_until_it_trains_again(runtime: str) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from planner import solvers
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.solvers import search, solve
+from planner.solvers import search, solve, solved
+from planner.solvers.auto import AutoSolver
 from planner.solving.minimum_peak_search import lowest_plan
 from planner.solving.peak_bounds import minimum_peak
 from tests.oracle import lowest, random_graph, resnet_like
@@ -63,3 +66,13 @@ def test_it_stops_at_the_budget() -> None:
     problem = problem_at(resnet_like(8), 0.8)
     found = problem.evaluate(lowest_plan(problem, Schedule.keep_all(problem.graph), LIMITS))
     assert 0.9 * problem.budget_bytes < found.peak_bytes <= problem.budget_bytes
+
+
+def test_no_floor_is_proven_on_the_way_to_a_plan(calls: Callable[..., Any]) -> None:
+    graph, costs = resnet_like(8)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=minimum_peak(graph, costs).found_peak_bytes)
+    asked, proofs = calls(search, "proven_peak"), calls(solvers, "minimum_peak")
+    assert problem.evaluate(AutoSolver().lowest(problem, effort=LIMITS)).peak_bytes <= problem.budget_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        solved(replace(problem, budget_bytes=1), "sqrt", effort=LIMITS)
+    assert not asked and not proofs
