@@ -180,9 +180,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.first, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
         self.second = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
+        wide = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.Dropout(dropout))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.first(x))

@@ -212,9 +212,8 @@ def test_a_profile_that_was_taken_on_the_gpu_serves_elsewhere() -> None:
     model, x = example("cuda")
     profile = planner.profile(model, x, time_limit_seconds=20)
     model, x = example("cpu")
-    plan = planner.plan(
-        model, x, **grouped(activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
-    )
+    asked = grouped(activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
+    plan = planner.plan(model, x, **asked)
     options = Options.of(grouped(device=name))
     step = lower_as_run(model, captured(model, Inputs.of(x), options), options)
     asked = {operation.signature for operation in step.lowered.graph.operations}

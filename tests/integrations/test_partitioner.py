@@ -129,9 +129,6 @@ def test_peaks_follow_a_budget_in_bytes_where_they_do_not_follow_a_ratio(layers:
     of_ratios = [peak_bytes("dp", ratio) for ratio in (0.3, 0.15, 0.05, 0.02)]
     budgets = [int(share * min(of_ratios)) for share in (1.0, 0.85, 0.7)]
     of_budgets = [peak_bytes(planner.knapsack(budget_bytes)) for budget_bytes in budgets]
-    print(
-        f"{layers} layers: {[round(n / 2**20, 1) for n in of_ratios]}, {[round(n / 2**20, 1) for n in of_budgets]} MiB"
-    )
     assert of_budgets == sorted(of_budgets, reverse=True)
     assert all(peak <= budget for peak, budget in zip(of_budgets, budgets, strict=True))
 

@@ -194,9 +194,8 @@ def costs_of(*workspaces: int) -> tuple[OperationCost, ...]:
 
 def test_a_step_by_hand() -> None:
     graph = by_reads([(), (0,), (1,), (2,)], [12 * MIB, 14 * MIB, 12 * MIB, 0])
-    reserved = simulate_reserved(
-        graph, costs_of(0, 0, 0, 0), Schedule.keep_all(graph), resident_bytes=[3 * MIB, 0, KIB]
-    )
+    costs, resident_bytes = costs_of(0, 0, 0, 0), [3 * MIB, 0, KIB]
+    reserved = simulate_reserved(graph, costs, Schedule.keep_all(graph), resident_bytes=resident_bytes)
     # Segments of 20 and 2 MiB for what is resident; the first 12 go into the 20, and 14 get their own.
     assert peaks(reserved) == (29 * MIB + KIB, 29 * MIB + KIB, 36 * MIB)
 

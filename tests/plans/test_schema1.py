@@ -132,6 +132,5 @@ def test_a_device_is_planned_for() -> None:
     path = FILES / "device.json"
     device = device_file.load(path)
     assert json.loads(path.read_text(encoding="utf-8")) == {"schema": 1, **asdict(device)}
-    assert planner.plan(
-        schema1.model(), schema1.inputs(), **grouped(budget="100%", device=str(path), compare=False)
-    ).device
+    asked = grouped(budget="100%", device=str(path), compare=False)
+    assert planner.plan(schema1.model(), schema1.inputs(), **asked).device

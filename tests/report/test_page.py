@@ -205,9 +205,8 @@ def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    sweep = CurveSweep(
-        study_of(*transformer(3)), Search(time_limit_seconds=0.2, deterministic=True), points=4, asked="80%"
-    )
+    search = Search(time_limit_seconds=0.2, deterministic=True)
+    sweep = CurveSweep(study_of(*transformer(3)), search, points=4, asked="80%")
     sweep.run()
     return Answers(curve=sweep.curve(), plans=tuple(sweep.plans()))
 

@@ -230,9 +230,8 @@ def test_what_is_unknown_or_of_another_kind_is_refused(wrong: dict[str, Any], sa
 def test_resident_bytes_are_counted_once() -> None:
     model = Model()
     model.tied = model.blocks[0][1]  # the same storage under a second name
-    plan = planner.plan(
-        model, data(), **grouped(activation_budget="100%", optimizer="adamw", gradient_accumulation=True)
-    )
+    asked = grouped(activation_budget="100%", optimizer="adamw", gradient_accumulation=True)
+    plan = planner.plan(model, data(), **asked)
     parameters = sum(p.numel() * 4 for p in model.parameters())
     counters = 64 * len(list(model.parameters()))  # Adam's, one for each parameter, rounded up
     assert plan.static_bytes == {

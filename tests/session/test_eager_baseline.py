@@ -77,9 +77,8 @@ def test_a_percentage_is_of_what_eager_takes(make: Any, tmp_path: Path) -> None:
 
 
 def test_what_capture_makes_larger_is_named() -> None:
-    plan = planner.plan(
-        thrifty(6), torch.randn(1024, 64), **grouped(budget="100%", time_limit_seconds=1, runtime="graph")
-    )
+    asked = grouped(budget="100%", time_limit_seconds=1, runtime="graph")
+    plan = planner.plan(thrifty(6), torch.randn(1024, 64), **asked)
     assert plan.eager is not None and plan.baseline_peak_bytes > 1.5 * plan.eager.peak_bytes
     (found,) = [w for w in plan.warnings if w.rule == "larger-than-eager"]
     assert "of eager's" in found.evidence and "cos +" in found.evidence
@@ -145,9 +144,8 @@ def test_a_training_loop_that_nothing_fits_says_what_the_first_choice_needs() ->
     model, x = thrifty(), torch.randn(1024, 64)
     needed = []
     for runtime in ("auto", "graph"):
-        planner.auto_wrap(
-            model, **grouped(budget="64KiB", runtime=runtime, time_limit_seconds=0.2, cost_model="roofline")
-        )
+        asked = grouped(budget="64KiB", runtime=runtime, time_limit_seconds=0.2, cost_model="roofline")
+        planner.auto_wrap(model, **asked)
         with pytest.raises(NoPlanFitsError) as caught:
             model(x)
         needed.append(caught.value.minimum_feasible_peak_bytes)

@@ -113,10 +113,9 @@ def test_a_solver_that_does_not_is_held_to_the_sum(monkeypatch: pytest.MonkeyPat
 
 
 def test_waiting_counts_against_the_bound() -> None:
-    found = slow_link().evaluate(proposed("offload_search").schedule)
-    claim = Solution.simulated(
-        found, proposed("offload_search").schedule, "x", lower_bound_seconds=found.recompute_seconds
-    )
+    schedule = proposed("offload_search").schedule
+    found = slow_link().evaluate(schedule)
+    claim = Solution.simulated(found, schedule, "x", lower_bound_seconds=found.recompute_seconds)
     assert not claim.is_optimal
     assert replace(claim, lower_bound_seconds=found.added_seconds).is_optimal
     assert confirm(slow_link(), claim) == found

@@ -229,9 +229,8 @@ def test_user_model_is_loaded(folder, place, factory):
 
 
 def test_user_model_by_absolute_path_under_fake_tensors(folder):
-    (folder / "big.py").write_text(
-        "import torch\ndef make(): return torch.nn.Linear(2**20, 2**20), torch.empty(1, 2**20)"
-    )
+    code = "import torch\ndef make(): return torch.nn.Linear(2**20, 2**20), torch.empty(1, 2**20)"
+    (folder / "big.py").write_text(code)
     example = zoo.load_user_model(f"{folder / 'big.py'}:make", fake_mode=FakeTensorMode())
     assert isinstance(example.model.weight, FakeTensor)
 
