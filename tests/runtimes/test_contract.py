@@ -302,7 +302,7 @@ CASES: dict[str, Case] = {
     "kept": _case("selective", models.Transformer, models.SEQUENCES, "65%", **_FILED),
     "kept, cast": _case("selective", partial(models.Transformer, cast=True), models.SEQUENCES, "85%", **_FILED),
     "offload, dropout": _case("offload", perceptrons, models.rows(1024, 128), "48%", **_FILED),
-    "offload, blocks": _case("offload, blocks", perceptrons, models.rows(1024, 128), "60%", **_FILED),
+    "offload, blocks": _case("offload, blocks", perceptrons, models.rows(1024, 128), "60%"),
     "offload, parts": _case("offload, parts", _halves, models.rows(), "70%", offload_at_least=1),
     "offload, channels last": _case("offload", ChannelsLast, models.images(8, 3, 64), "60%", **_FILED),
     "no gradient comes back": _case("modules", test_modules.Detached, models.rows(512), "100%", uses=_nothing),
