@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.utils import checkpoint as checkpointing
 
 import cli
 import planner
-from planner.common.options import grouped
 from planner.diagnose.check import RULES
 from planner.errors import CaptureError
 from planner.findings.finding import Diagnosis, Severity
@@ -75,14 +74,6 @@ def linear() -> nn.Linear:
     return nn.Linear(8, 8)
 
 
-def plain() -> nn.Module:
-    return Trained(linear())
-
-
-def branching() -> nn.Module:
-    return Branching(8)
-
-
 def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
@@ -122,6 +113,8 @@ def _no_process_group_is_left() -> Iterator[None]:
 
 Example = Callable[[], nn.Module]
 TOKENS = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": torch.zeros(2, 8, dtype=torch.int64)}
+PLAIN, BRANCHING = (lambda: Trained(linear())), partial(Branching, 8)
+
 EXAMPLES: dict[str, tuple[Example, Example]] = {
     "random-state-not-kept": (
         lambda: Trained(linear(), Region(linear(), nn.Dropout(), preserve_rng_state=False)),
@@ -140,14 +133,14 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         lambda: Trained(linear(), Region(linear(), Region(linear()))),
         lambda: Trained(linear(), Region(linear()), Region(linear())),
     ),
-    "checkpointing-already-on": (lambda: Trained(linear(), Region(linear())), plain),
-    "not-captured": (branching, plain),
-    "full-backward-hooks": (hooked, plain),
+    "checkpointing-already-on": (lambda: Trained(linear(), Region(linear())), PLAIN),
+    "not-captured": (BRANCHING, PLAIN),
+    "full-backward-hooks": (hooked, PLAIN),
     "use-cache": (lambda: gpt2(1, use_cache=True), lambda: gpt2(1, use_cache=False)),
     "sharded-inside-checkpoint": (lambda: sharded(checkpointed=True), lambda: sharded(checkpointed=False)),
-    "loss-not-counted": (lambda: nn.Sequential(linear()), plain),
+    "loss-not-counted": (lambda: nn.Sequential(linear()), PLAIN),
     "batch-norm": (lambda: Trained(linear(), nn.BatchNorm1d(8)), lambda: Trained(linear(), nn.BatchNorm1d(8)).eval()),
-    "not-followed": (branching, plain),
+    "not-followed": (BRANCHING, PLAIN),
     "static-dominates": (
         lambda: Trained(frozen(nn.Sequential(nn.Linear(8, 500), nn.Linear(500, 500), nn.Linear(500, 8))), linear()),
         lambda: Trained(linear(), linear()),
@@ -161,16 +154,14 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
 """For each rule a model on which it fires, and a near one on which it does not."""
 
 
-def checked(model: nn.Module, **options: Any) -> Diagnosis:
-    inputs = options.pop("inputs", None) or torch.randn(X)
-    return planner.check(model, inputs, **grouped(**options))
+def checked(model: nn.Module) -> Diagnosis:
+    return planner.check(model, TOKENS if hasattr(model, "config") else torch.randn(X))
 
 
 @cache
 def checked_once(example: Example) -> Diagnosis:
     """Check an example, which may be that of several rules."""
-    model = example()
-    return planner.check(model, TOKENS if hasattr(model, "config") else torch.randn(X))
+    return checked(example())
 
 
 def rules(diagnosis: Diagnosis) -> set[str]:
@@ -186,9 +177,7 @@ def test_names_are_unique_and_kebab_case():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_fires_on_its_trouble_and_nowhere_else(rule: Any):
     fires, silent = EXAMPLES[rule.name]
-    found = {finding.rule: finding for finding in checked_once(fires).findings}
-    assert rule.name in found
-    finding = found[rule.name]
+    finding = {finding.rule: finding for finding in checked_once(fires).findings}[rule.name]
     assert finding.severity is rule.severity
     assert finding.evidence and finding.cause and finding.fix
     assert rule.name not in rules(checked_once(silent))

@@ -236,7 +236,7 @@ def test_no_other_set_of_layers_costs_less(percent: int):
 
 def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    model = MiniGPT(layers=3, width=64, heads=4, hidden=256, vocabulary=128, positions=64, dropout=0.2)
+    model = MiniGPT(layers=2, width=64, heads=4, hidden=256, vocabulary=128, positions=64, dropout=0.2)
     return model, (torch.randint(128, (4, 64)), torch.randint(128, (4, 64)))
 
 
@@ -318,7 +318,7 @@ def test_named_modules_are_checkpointed_and_bits_stay(to: str, exported: dict[st
 def test_huggingface_checkpoints_just_these_layers(family: str):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
     sizes |= {"vocab_size": 128, "max_position_embeddings": 64, "use_cache": False}
     if family == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes))
@@ -329,7 +329,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     study = planner.study(model, inputs, runtime="modules")
     plan = planner.plan(model, inputs, budget="85%", search=SEARCH)
     made = planner.export(plan, to="huggingface", study=study)
-    assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 3
+    assert made.label is Label.APPROXIMATE and len(made.modules) == 1
     checkpointed = run(made)["checkpoint_layers"](copy.deepcopy(model))
     flagged = [name for name, part in checkpointed.named_modules() if getattr(part, "gradient_checkpointing", False)]
     assert flagged == list(made.modules)

@@ -49,7 +49,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def study(**options: Any) -> planner.Study:
-    return planner.study(Stack(), torch.randn(64, WIDTH), **grouped(**options))
+    return planner.study(Stack(1), torch.randn(64, WIDTH), **grouped(**options))
 
 
 def seconds(step: planner.Study) -> list[float]:
@@ -58,14 +58,14 @@ def seconds(step: planner.Study) -> list[float]:
 
 
 def test_a_real_model_on_a_device_that_is_here_is_measured() -> None:
-    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%")
+    plan = planner.plan(Stack(1), torch.randn(64, WIDTH), budget="100%")
     assert plan.cost_model == "measured"
 
 
 def test_elsewhere_it_is_the_roofline() -> None:
     assert study(device="a100-80").origin.cost_model == "roofline"
     with fake_mode():
-        model, x = Stack(), torch.randn(64, WIDTH)
+        model, x = Stack(1), torch.randn(64, WIDTH)
     assert planner.study(model, x).origin.cost_model == "roofline"
 
 
@@ -92,7 +92,7 @@ def test_who_asks_for_a_profile_is_told_what_operations_take_now(folder: Path, m
     study()
     forget(monkeypatch)
     monkeypatch.setattr(profiling, "_time", lambda *_: Measurement(seconds=7.0, runs=3))
-    found = planner.profile(Stack(), torch.randn(64, WIDTH))
+    found = planner.profile(Stack(1), torch.randn(64, WIDTH))
     assert {one.seconds for one in found.measurements.values()} == {7.0}
 
 
@@ -124,7 +124,7 @@ def test_what_is_read_from_memory_is_timed_before_a_cache_keeps_it(monkeypatch: 
 
 def test_the_host_costs_what_eager_calls_and_what_a_captured_step_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "seconds_of_a_call", lambda: 1.0)
-    step, parameters = study(), len(list(Stack().parameters()))
+    step, parameters = study(), len(list(Stack(1).parameters()))
     assert step.costs[step.graph.loss_index].seconds == costing._CAPTURED_STEP + costing._PARAMETER * parameters
     assert step.origin.eager is not None
     calls = step.origin.eager.step_seconds / costing._EAGER_CALL
@@ -248,7 +248,7 @@ def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(calls: Any) -> None:
     timed = calls(profiling, "_time")
-    model, x = Stack(), torch.randn(64, WIDTH)
+    model, x = Stack(1), torch.randn(64, WIDTH)
     plan = planner.plan(model, x, budget="1GiB", runtime="inductor", search=planner.Search(compare=False))
     assert plan.cost_model == "measured"
     alone = [node for (node, *_), *_ in timed if not str(node.target).startswith(("aten.mm.", "aten.addmm."))]
@@ -263,6 +263,6 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
 
 
 def test_what_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
-    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", search=planner.Search(deterministic=True))
+    plan = planner.plan(Stack(1), torch.randn(64, WIDTH), budget="100%", search=planner.Search(deterministic=True))
     assert plan.cost_model == "roofline"
     assert study(deterministic=True).origin.cost_model == "roofline"

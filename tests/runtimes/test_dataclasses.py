@@ -37,7 +37,7 @@ class Block(Layers, body=perceptron):
         return Hidden(hidden.state + change, hidden.penalty + change.pow(2).mean())
 
 
-class Model(Layers, blocks=lambda: nn.ModuleList(Block() for _ in range(3)), head=linear(WIDTH, 10)):
+class Model(Layers, blocks=lambda: nn.ModuleList(Block() for _ in range(2)), head=linear(WIDTH, 10)):
     """Dataclasses come in, come out, and go from block to block."""
 
     def forward(self, batch: Batch) -> Hidden:

@@ -59,9 +59,7 @@ def batch(count: int = 8) -> torch.Tensor:
     return torch.randn(count, 64, 32, generator=torch.Generator().manual_seed(0))
 
 
-def given() -> torch.Tensor:
-    """Return rows of which the gradient is asked for, so that the first block is like the others."""
-    return rows().requires_grad_()
+given = lambda: rows().requires_grad_()  # noqa: E731 - with a gradient of its input the first block is like the others
 
 
 class Routed(Layers, rise=linear(32, 128), fall=linear(64, 32)):

@@ -484,7 +484,7 @@ class Decaying(Layers, layers=lambda: perceptron(WIDTH, hidden=8 * WIDTH)):
 
 
 def test_weights_that_are_given_other_memory_are_left_to_this_runtime() -> None:
-    model, x = nn.Sequential(*(Decaying() for _ in range(3))), rows()
+    model, x = nn.Sequential(*(Decaying() for _ in range(2))), rows()
     asked: dict[str, Any] = {"budget": planner.Budget(activations="100%"), "loss_fn": mean_square}
     is_captured = VERSION >= (2, 14)
     said = r"new memory by \.data = \(.*test_modules.py:\d+\)"

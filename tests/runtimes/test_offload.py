@@ -205,7 +205,7 @@ def test_what_a_neighbour_offloads_is_tried_before_all_else_and_with_room_for_tr
 
 @pytest.mark.parametrize("rate", tiered([1e8, 1e9], slow=[1e9]))
 def test_both_together_are_no_worse_than_either_alone(rate: float):
-    problem = problem_at(transformer(3), 0.45)
+    problem = problem_at(transformer(2), 0.45)
     host = Host(bytes_per_second=rate, budget_bytes=2**40)
     fixed = without_recompute(problem.graph)
     alone = [

@@ -65,7 +65,7 @@ def test_what_was_captured_to_plan_is_what_runs(captures: list[Any]) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning", "error::ResourceWarning")
 def test_a_better_plan_replaces_the_first_one(captures: list[Any]) -> None:
-    loop, bad = Loop(Convolutions(), images()), patch.object(Search, "within", lambda s, _: replace(s, solver="sqrt"))
+    loop, bad = Loop(Convolutions(2), images()), patch.object(Search, "within", lambda s, _: replace(s, solver="sqrt"))
     model = loop.models[1]
     with bad:
         planner.auto_wrap(model, budget=planner.Budget(activations="70%"), search=Search(time_limit_seconds=1.0))

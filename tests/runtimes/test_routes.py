@@ -73,8 +73,7 @@ def wrap(model: nn.Module, budget_bytes: int) -> nn.Module:
 
 
 def unplanned_bytes(model: nn.Module, x: torch.Tensor | None = None) -> int:
-    x = rows(512) if x is None else x
-    return planner.plan(model, x, budget="100%", runtime="modules").baseline_peak_bytes
+    return planner.plan(model, rows(512) if x is None else x, budget="100%", runtime="modules").baseline_peak_bytes
 
 
 @pytest.mark.filterwarnings("error:.*not run as planned", "error:some steps", "ignore:data decide what")

@@ -36,7 +36,7 @@ def plan_of(model: nn.Module, budget: str, x: torch.Tensor = SEQUENCES) -> Plan:
 
 
 def test_keeping_is_cheaper_than_running_whole_modules_again() -> None:
-    step = planner.study(Transformer(), SEQUENCES, runtime="modules")
+    step = planner.study(Transformer(2), SEQUENCES, runtime="modules")
     assert step.plan(budget=planner.Budget(activations="65%")).kept
     only_whole = replace(step, regions=tuple(replace(region, keepable=()) for region in step.regions))
     for budget in ("85%", "65%"):
@@ -134,11 +134,11 @@ def test_double_backward_and_two_steps_under_one_autocast() -> None:
 
 
 def test_the_plan_says_what_is_kept() -> None:
-    plan = plan_of(Transformer(), "70%")
+    plan = plan_of(Transformer(2), "70%")
     assert plan.kept
     read = Plan.from_json(plan.to_json())
     assert read.kept == plan.kept
-    model = planner.auto_wrap(Transformer(), budget=read)
+    model = planner.auto_wrap(Transformer(2), budget=read)
     model(SEQUENCES).backward()
     assert planner.plan_of(model).kept == plan.kept
     model(SEQUENCES[:2])  # carried over to other sizes

@@ -70,14 +70,14 @@ IMAGES = ((4, 16, 16), (3, 12, 20), (5, 15, 9), (8, 16, 16))
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...]]]] = {
     "perceptron": (
-        lambda: Stack(3, lambda: perceptron(dropout=0.1)),
+        lambda: Stack(2, lambda: perceptron(dropout=0.1)),
         [(floats(rows, WIDTH),) for rows in (64, 48, 33, 128)],
     ),
     "attention": (
         lambda: Stack(1, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention())),
         [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (8, 16))],
     ),
-    "convolutions": (lambda: Convolutions(2), [(floats(batch, 16, *image),) for batch, *image in IMAGES]),
+    "convolutions": (lambda: Convolutions(1), [(floats(batch, 16, *image),) for batch, *image in IMAGES]),
     "packed": (
         lambda: Packed(blocks=Stack(3, has_loss=False)),
         [

@@ -33,11 +33,7 @@ from planner.plans.plan import Plan
 from tests.runtimes.rank import common
 from tests.runtimes.rank.common import FEW_ROWS, RANKS, ROWS, Model, data, gradients, live, make, same, step, wrap
 
-
-def every_block_differently(plan: Plan) -> Plan:
-    """Let block 0 recompute GELU and LayerNorm, 1 GELU and 2 nothing."""
-    norm = {"blocks.0.rise|aten.mm.default|b1": ("blocks.0.norm|aten.native_layer_norm.default|f0",)}
-    return with_recompute(plan, norm | again_in(0) | again_in(1))
+NORM = {"blocks.0.rise|aten.mm.default|b1": ("blocks.0.norm|aten.native_layer_norm.default|f0",)}
 
 
 def again_in(number: int) -> dict[str, tuple[str, ...]]:
@@ -84,7 +80,9 @@ def train(rank: int, way: str) -> dict[str, Any]:
     others = live()
     model, x = make(3), data(rank)
     wrap(model, rank, way, activation_budget="68%")
-    planner.auto_wrap(model, x, budget=every_block_differently(planner.plan_of(model)), runtime="regional")
+    # Block 0 recomputes GELU and LayerNorm, 1 GELU and 2 nothing.
+    plan = with_recompute(planner.plan_of(model), NORM | again_in(0) | again_in(1))
+    planner.auto_wrap(model, x, budget=plan, runtime="regional")
     plan = planner.plan_of(model)
     peak, running = common.peak_of(lambda: common.distributed(model, way), x, others)
     result = common.reported(plan, gradients(running), mean_of_single_processes(depth=3), peak)
@@ -95,20 +93,15 @@ def train(rank: int, way: str) -> dict[str, Any]:
 ddp, fsdp2 = partial(train, way="ddp"), partial(train, way="fsdp2")
 
 
-def offloading(rank: int) -> dict[str, Any]:
-    """Let what blocks save wait on the host, under FSDP2: each rank has places of its own."""
-    return _offloading(rank, "fsdp2")
-
-
-def offloading_under_ddp(rank: int) -> dict[str, Any]:
-    return _offloading(rank, "ddp")
-
-
-def _offloading(rank: int, way: str) -> dict[str, Any]:
+def offload(rank: int, way: str) -> dict[str, Any]:
+    """Let what blocks save wait on the host: each rank has places of its own."""
     others, model, x = live(), make(), data(rank)
     wrap(model, rank, way, activation_budget="68%", offload=True, offload_at_least=1)
     peak, running = common.peak_of(partial(common.distributed, model, way), x, others)
     return common.reported(planner.plan_of(model), gradients(running), mean_of_single_processes(), peak)
+
+
+offloading, offloading_under_ddp = partial(offload, way="fsdp2"), partial(offload, way="ddp")
 
 
 def compiled_blocks(rank: int) -> dict[str, Any]:
@@ -202,13 +195,13 @@ class WithLogits(Model):
         return F.cross_entropy(logits, torch.arange(len(x))), logits
 
 
-def observed(rank: int) -> dict[str, Any]:
-    """Train a model whose logits all ranks drop, or the first holds, with an optimizer that nobody names."""
-    return {"fsdp2 held": _observed(rank, "fsdp2", True), "ddp dropped": _observed(rank, "ddp", False)}
+def observe(rank: int, held: str, dropped: str) -> dict[str, Any]:
+    """Train a model whose logits the first rank holds, or all drop, with an optimizer that nobody names."""
+    return {"held": _observed(rank, held, True), "dropped": _observed(rank, dropped, False)}
 
 
-def observed_in_other_ways(rank: int) -> dict[str, Any]:
-    return {"ddp held": _observed(rank, "ddp", True), "fsdp2 dropped": _observed(rank, "fsdp2", False)}
+observed = partial(observe, held="fsdp2", dropped="ddp")
+observed_in_other_ways = partial(observe, held="ddp", dropped="fsdp2")
 
 
 def _observed(rank: int, way: str, are_held: bool) -> dict[str, Any]:
