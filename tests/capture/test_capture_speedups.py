@@ -33,7 +33,7 @@ def seen_in_a_capture(error: type[BaseException] = Stopped) -> bool:
     def partition(_: Any) -> Any:
         raise error(gc.isenabled())
 
-    return bool(until_stopped(Stack(), Inputs((rows(),), {}), partition))
+    return bool(until_stopped(Stack(1), Inputs((rows(),), {}), partition))
 
 
 @pytest.mark.usefixtures("collector")
