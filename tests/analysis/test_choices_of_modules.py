@@ -49,7 +49,7 @@ def test_other_ways_beside_such_a_curve() -> None:
 
 
 def test_an_audit_is_of_choices_of_modules() -> None:
-    layers = planner.audit(Stack(2), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=2.0))
+    layers = planner.audit(Stack(2), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=1))
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
     plan = planner.plan(Stack(2), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
     assert variants_in(plan, ()) is None
