@@ -22,8 +22,8 @@ DOES_NOT_OFFLOAD = "the runtime 'modules' does not offload: use another, or save
 
 def test_a_curve_of_choices_of_modules() -> None:
     told: Any = {"runtime": "modules", "budgets": 4, "time_limit_seconds": 4.0}
-    curve = planner.what_if(Stack(), rows(), **grouped(**told))
-    step = planner.study(Stack(), rows(), runtime="modules")
+    curve = planner.what_if(Stack(2), rows(), **grouped(**told))
+    step = planner.study(Stack(2), rows(), runtime="modules")
     for point in curve.points[:-1]:
         assert point.overhead is not None
         plan = step.plan(budget=point.budget_bytes, search=planner.Search(time_limit_seconds=2.0))
@@ -31,11 +31,11 @@ def test_a_curve_of_choices_of_modules() -> None:
         assert modules_of(plan)
     assert curve.points[-1].overhead == 0 and curve.points[0].budget_bytes == curve.minimum_feasible_peak_bytes
     with pytest.raises(UsageError, match="'ilp' decides on a whole graph"):
-        planner.what_if(Stack(), rows(), **grouped(solver="ilp", **told))
+        planner.what_if(Stack(2), rows(), **grouped(solver="ilp", **told))
 
 
 def test_other_ways_beside_such_a_curve() -> None:
-    step = planner.study(Stack(), rows(), runtime="modules")
+    step = planner.study(Stack(2), rows(), runtime="modules")
     tracing = CurveSweep(step, Search(time_limit_seconds=2.0), points=2)
     tracing.run()
     every, second, chunked = methods_beside(tracing, ["every-layer", "every-2", "chunked"])
@@ -49,17 +49,17 @@ def test_other_ways_beside_such_a_curve() -> None:
 
 
 def test_an_audit_is_of_choices_of_modules() -> None:
-    layers = planner.audit(Stack(), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=2.0))
+    layers = planner.audit(Stack(2), rows(), current="every-layer", **grouped(runtime="modules", time_limit_seconds=1))
     assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
-    plan = planner.plan(Stack(), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
+    plan = planner.plan(Stack(2), rows(), **grouped(activation_budget="70%", runtime="modules", compare=False))
     assert variants_in(plan, ()) is None
 
 
 def test_no_module_waits_in_the_hosts_memory() -> None:
-    step = planner.study(Stack(), rows(), runtime="modules")
+    step = planner.study(Stack(2), rows(), runtime="modules")
     for asked in (
-        lambda: planner.plan(Stack(), rows(), **grouped(budget="60%", runtime="modules", offload=True)),
-        lambda: planner.what_if(Stack(), rows(), **grouped(runtime="modules", offload=True)),
+        lambda: planner.plan(Stack(2), rows(), **grouped(budget="60%", runtime="modules", offload=True)),
+        lambda: planner.what_if(Stack(2), rows(), **grouped(runtime="modules", offload=True)),
         lambda: step.plan(budget="60%", offload=True),
     ):
         with pytest.raises(UsageError, match=DOES_NOT_OFFLOAD):

@@ -48,7 +48,7 @@ def steps(model: nn.Module) -> list[float]:
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
 @pytest.mark.parametrize("use", tiered(OF_DRAWN, quick=("a slice",)))
 def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
-    model = Drawing(use=OF_DRAWN[use])
+    model = Drawing(2, use=OF_DRAWN[use])
     with pytest.raises(CaptureError, match=r"that it draws|depends on data|known only when") as refused:
         planner.plan(model, rows(), **grouped(runtime="graph", **BUDGET))
     assert "SymInt" not in str(refused.value) and "u0" not in str(refused.value)
@@ -78,5 +78,5 @@ class Doing(Stack):
 def test_a_refusal_names_what_cannot_be_captured(culprit: str, recwarn: pytest.WarningsRecorder) -> None:
     what, says = CULPRITS[culprit]
     with pytest.raises(CaptureError, match=says):
-        planner.plan(Doing(what=what), rows(), **grouped(runtime="graph", **BUDGET))
+        planner.plan(Doing(1, what=what), rows(), **grouped(runtime="graph", **BUDGET))
     assert not list(recwarn)

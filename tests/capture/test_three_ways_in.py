@@ -74,7 +74,7 @@ def three_ways(model: nn.Module, *args: torch.Tensor, loss_fn: LossFunction | No
 
 
 def perceptrons(rows: int = 32) -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(*(Perceptron() for _ in range(3))), torch.randn(rows, WIDTH)
+    return nn.Sequential(*(Perceptron() for _ in range(2))), torch.randn(rows, WIDTH)
 
 
 @cache
@@ -159,7 +159,7 @@ def transformer(between: Callable[[], nn.Module] = nn.Identity) -> tuple[nn.Modu
 
 
 def linear_and_gelu() -> tuple[nn.Module, torch.Tensor]:
-    rows = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+    rows = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
     return nn.Sequential(*rows), torch.randn(32, WIDTH)
 
 
