@@ -98,11 +98,8 @@ def test_the_optimizers_step_counts() -> None:
 
 
 def test_set_ups_that_are_not_known() -> None:
-    for wrong, words in (
-        ("every-leyer", "did you mean 'every-layer'"),
-        ("every-0", "every-2"),
-        ("all", "none, every-layer"),
-    ):
+    refused = {"every-leyer": "did you mean 'every-layer'", "every-0": "every-2", "all": "none, every-layer"}
+    for wrong, words in refused.items():
         with pytest.raises(UsageError, match=re.escape(words)):
             check_current(wrong)
 

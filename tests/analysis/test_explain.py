@@ -281,12 +281,7 @@ def test_what_is_needed_again_at_once_is_kept() -> None:
 
 def test_what_recompute_starts_from_is_said() -> None:
     # The backward never reads what c_proj makes; here the dropout mask is made again from it.
-    wanted = [
-        value
-        for index, op in enumerate(GRAPH.operations[:TURN])
-        for value in op.outputs
-        if "h.1.attn.drop" in op.module
-    ]
+    wanted = [value for op in GRAPH.operations[:TURN] for value in op.outputs if "h.1.attn.drop" in op.module]
     schedule = recompute_lazily(GRAPH, {TURN - 1: wanted})
     found = explain(plan_for(GRAPH, COSTS, schedule, budget="110%"), "transformer.h.1.attn")
     by_module = {v.value.module: v for v in found.values}

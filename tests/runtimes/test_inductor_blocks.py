@@ -30,10 +30,7 @@ from tests.models import Convolutions, Layers, Stack, TransformerBlock, linear, 
 from tests.runtimes.steps import assert_same, beside, hold_peak, train
 
 ASK: dict[str, Any] = {"runtime": "inductor_blocks", "time_limit_seconds": 1.0, "deterministic": True}
-ALIKE = {
-    "activation_budget": "95%",
-    "policy": lambda operation: "recompute" if operation.module.endswith(".2") else "save",
-}
+ALIKE = {"activation_budget": "95%", "policy": lambda op: "recompute" if op.module.endswith(".2") else "save"}
 """Asks the same of every block, so that one is compiled: to recompute its GELU."""
 
 

@@ -102,9 +102,8 @@ def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest.WarningsRecorder) -> None:
     """A dropout's probability is one: annealed, or switched off for the last epochs."""
-    plain, model = beside(
-        Stack(2, block=partial(perceptron, dropout=0.1)), activation_budget="70%", time_limit_seconds=0.5
-    )
+    dropping = Stack(2, block=partial(perceptron, dropout=0.1))
+    plain, model = beside(dropping, activation_budget="70%", time_limit_seconds=0.5)
     for probability in (0.1, 0.3, 0.0, 0.3):
         for trained in (plain, model):
             set_dropout(trained, probability)

@@ -21,10 +21,8 @@ def columns_of(problem: Problem, cuts: Sequence[Cut], model: Model, schedule: Sc
     first = schedule.first_runs()
     moments = _moments(cuts, order, first)
     ends = [*moments[1:], len(order)]
-    runs = [
-        {order[at] for at in range(begin, end) if first[order[at]] != at}
-        for begin, end in zip(moments, ends, strict=True)
-    ]
+    spans = zip(moments, ends, strict=True)
+    runs = [{order[at] for at in range(*span) if first[order[at]] != at} for span in spans]
     begun = [{order[at]} if first[order[at]] != at else set[int]() for at in moments]
     copies = lifetimes(graph, schedule)
     held = [{copy.value for copy in copies if copy.born < at <= copy.died} for at in moments]
