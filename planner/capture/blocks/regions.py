@@ -514,7 +514,7 @@ class _Through(torch.autograd.Function):
         stand_in: _StandIn = ctx.stand_in
         block, recorder = stand_in.block, stand_in.recorder
         if torch.is_grad_enabled():  # forces are derivatives of an energy, say
-            raise CaptureError(f"the forward differentiates {block.path} twice (create_graph=True): use runtime='modules'")
+            raise CaptureError(f"the forward differentiates {block.path} twice (create_graph=True)")
         boxed: list[Any] = arrived[0] if arrived and isinstance(arrived[0], list) else list(arrived)
         held, tangents = block.held_of(boxed), []
         for node, position in block.tangents:
