@@ -171,6 +171,7 @@ class RecomputeSearch:
                 return steps
             looks -= 1
             self.looks += 1
+            # In two parts: what stays is the same each time, hundreds of values in an LSTM, and is remembered.
             live_bytes = self.bytes_of(live & stays) + self.bytes_of(live & ~stays)
             for operation in {self.producer[u] for u in members(live & ~stays)}:
                 if not self.graph.operations[operation].recomputable:
