@@ -223,6 +223,8 @@ def test_a_part_that_the_forward_differentiates_is_left_to_modules() -> None:
             energy = self.energy(places.requires_grad_()).square().sum()
             return energy + torch.autograd.grad(energy, places, create_graph=True)[0].square().sum()
 
+    with pytest.raises(planner.CaptureError, match="differentiates energy twice"):
+        planner.auto_wrap(Forces(), budget="1GiB", runtime="parts")(rows()).backward()
     model = planner.auto_wrap(Forces(), budget="1GiB")
     with pytest.warns(UserWarning, match=r"call it before the model, or on a copy"):
         model(rows()).backward()
